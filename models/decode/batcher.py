@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
@@ -26,8 +25,10 @@ from kvjax.models.decode.step import UNSOUND, Always, ends
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.ops import offload
 
 End = Literal["stop", "limit", "cancelled", "failed"]
+STOPS = 8  # stop tokens of a request that the device knows; the host finds others two steps later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,14 @@ class Answer:
   """The end of a request, and its answer.
 
   Attributes:
-    request: the number that `Batcher.submit` gave.
+    request: the number that `Batcher.submit` or `insert` gave.
     tokens: int32 [n], the answer; a stop token, or the token that completes a stop string, is last.
     end: why it ended: at a stop, at its limit, cancelled, or failed.
     text: of the tokens, without stops; None where the batcher has no tokenizer.
+    logprobs: float32 [n], log-probability in nats of each token under the model; None where the
+      batcher was not asked for them.
+    caches: of its row, at batch 1, for a request that keeps them: `prefill` reads a further turn
+      into them. After a stop string, or a stop token beyond the first 8, two more tokens are in.
     error: what failed.
   """
 
@@ -46,39 +51,54 @@ class Answer:
   tokens: np.ndarray
   end: End
   text: str | None = None
+  logprobs: np.ndarray | None = None
+  caches: Caches | None = None
   error: Exception | None = None
 
 
 @dataclasses.dataclass
 class _Request:
-  """A request from its submission to its end; `row` None: it waits in the queue."""
+  """A request from its submission to its end; `row` −1: it waits for one."""
 
   number: int
-  prompt: np.ndarray
   limit: int
   seed: int
   stop: tuple[int, ...]
+  sampling: Sampling
   text: RowText | None
-  row: int | None = None
+  on_text: Callable[[str], Any] | None
+  keep: bool
+  prompt: np.ndarray | None = None
+  row: int = -1
+  steps: int = 0  # dispatched with it
   tokens: list[int] = dataclasses.field(default_factory=list)
+  logprobs: list[float] = dataclasses.field(default_factory=list)
   over: bool = False
 
-  def feed(self, token: int) -> End | None:
+  def feed(self, token: int, logprob: float | None) -> End | None:
     """Takes a token; the reason if it is the last one."""
     self.tokens.append(token)
+    if logprob is not None:
+      self.logprobs.append(logprob)
     stopped = token in self.stop
     if self.text is not None:
-      self.text.flush() if stopped else self.text.feed(token)
+      self._told(self.text.flush() if stopped else self.text.feed(token))
       stopped |= self.text.ended
     return "stop" if stopped else "limit" if len(self.tokens) == self.limit else None
 
-  def answer(self, end: End, error: Exception | None = None) -> Answer:
+  def _told(self, new: str) -> None:
+    if new and self.on_text is not None:
+      self.on_text(new)
+
+  def answer(self, end: End, told: bool, error: Exception | None) -> Answer:
+    """The answer so far, as the last one; with log-probabilities if `told`."""
     self.over = True
     text = None
     if self.text is not None:
-      self.text.flush()
+      self._told(self.text.flush())
       text = self.text.text
-    return Answer(self.number, np.array(self.tokens, np.int32), end, text, error)
+    logprobs = np.array(self.logprobs, np.float32) if told else None
+    return Answer(self.number, np.array(self.tokens, np.int32), end, text, logprobs, None, error)
 
 
 class Batcher:
@@ -91,19 +111,24 @@ class Batcher:
         print(answer.request, answer.text)
 
   An answer is the one that the same request gets alone in such a batch, bit by bit: it depends on
-  the prompt, the limit, the stops and the seed, not on its row's number or on what stands beside
-  it. One decode program is compiled, and one for each padded length of a prompt (`prefill`).
+  the prompt, the limit, the stops, the sampling and the seed, not on its row's number or on what
+  stands beside it. One decode program is compiled, and one for each padded length of a prompt
+  (`prefill`).
 
   Args:
     model: the decoder.
     method: the KV-cache method.
     rows: requests that decode together.
-    capacity: tokens that a row has room for: a prompt, its limit, and `AHEAD` = 2, the steps that
-      are under way while the host reads one.
-    sampling: temperature and filters of all requests.
-    tokenizer: turns tokens into text: for stop strings and `Answer.text`.
-    chunk: tokens of a prompt that are read at a time, which bounds the memory that it takes; None:
-      all at once.
+    capacity: tokens that a row has room for: a prompt and its limit.
+    sampling: temperature and filters of requests that bring none. A batch whose temperature is 0
+      takes no request of another; one that draws takes all.
+    tokenizer: turns tokens into text: for stop strings, `on_text` and `Answer.text`.
+    chunk: tokens of a prompt that are read at a time, a step of the others between two pieces; it
+      bounds the memory that a prompt takes, and how long the others wait. None: all at once.
+    logprobs: keep the log-probability of every token.
+
+  Attributes:
+    free: rows that no request holds.
 
   Raises:
     TypeError: `method` is no method, or a number is of another type.
@@ -121,6 +146,7 @@ class Batcher:
     sampling: Sampling = GREEDY,
     tokenizer: Tokenizer | None = None,
     chunk: int | None = None,
+    logprobs: bool = False,
   ):
     check_method("method", method)
     checks.kind("sampling", sampling, Sampling)
@@ -133,38 +159,37 @@ class Batcher:
         f"chunk: found {chunk}, expected None: {method!r} reads a prompt whole"
       )
     self._model, self._method, self._tokenizer = model, method, tokenizer
-    self._single = model.spec(1, checks.whole("capacity", capacity, 1 + AHEAD))
+    self._sampling, self._logprobs = sampling, logprobs
+    self._single = model.spec(1, checks.whole("capacity", capacity, 2))
     caches = method.init_caches(dataclasses.replace(self._single, batch=rows))
     self._most = checks.capacity(caches, method)
     vocab = model.config.vocab
-    always = Always(ends(()), np.zeros(rows, np.int32), sampling.knobs(vocab), np.uint32(0))
+    stop = np.full((rows, STOPS), -1, np.int32)
+    knobs: Any = tuple(np.repeat(np.asarray(x), rows) for x in sampling.knobs(vocab))
+    always = Always(stop, np.zeros(rows, np.int32), knobs, np.uint32(0))
     logits, idle = np.zeros((rows, vocab), np.float32), np.zeros(rows, bool)
-    kind = method, sampling.greedy, False
+    kind = method, sampling.greedy, logprobs
     self._device = Device(model, kind, logits, caches, idle, always, None)
     self._rows: list[_Request | None] = [None] * rows
     self._queue: collections.deque[_Request] = collections.deque()
+    self._reading: tuple[_Request, Caches, int] | None = None  # with the tokens that were read
     self._known: dict[int, _Request] = {}
-    self._under_way: collections.deque[tuple[Step, list[_Request | None]]] = collections.deque()
+    self._under_way: collections.deque[tuple[Step, list[_Request]]] = collections.deque()
     self._answers: list[Answer] = []
     self._next = 0
 
-  def submit(
-    self,
-    prompt: ArrayLike,
-    *,
-    limit: int,
-    seed: int | None = None,
-    stop: Sequence[int] = (),
-    stop_strings: Sequence[str] = (),
-  ) -> int:
+  @property
+  def free(self) -> int:
+    """Rows that no request holds, nor one whose prompt is being read."""
+    return self._rows.count(None) - (self._reading is not None)
+
+  def submit(self, prompt: ArrayLike, *, limit: int, **how: Any) -> int:
     """Puts a request at the end of the queue.
 
     Args:
       prompt: int [n], token ids.
       limit: tokens of the answer, at most.
-      seed: of its draws, below 2³¹; by default the request's number. Equal seeds draw alike.
-      stop: token ids that end the answer.
-      stop_strings: strings that end it.
+      **how: what `insert` takes besides.
 
     Returns:
       The request's number: 0, 1, …
@@ -173,30 +198,102 @@ class Batcher:
       TypeError, ValueError: an argument is none, or out of range, or the row has too little room;
         nothing is queued then.
     """
-    vocab, config = self._model.config.vocab, self._model.config
+    vocab = self._model.config.vocab
     ids = checks.token_ids("prompt", prompt)
     if not ids.size or not 0 <= ids.min() <= ids.max() < vocab:
       shown = f"ids in [{ids.min()}, {ids.max()}]" if ids.size else "no token"
       raise ValueError(f"prompt: found {shown}, expected ids in [0, {vocab})")
+    request = self._request(ids.size, limit, **how)
+    request.prompt = ids
+    self._queue.append(request)
+    return request.number
+
+  def insert(
+    self,
+    logits: Float[Any, "1 V"],
+    caches: Caches,
+    *,
+    limit: int,
+    seed: int | None = None,
+    stop: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    sampling: Sampling | None = None,
+    on_text: Callable[[str], Any] | None = None,
+    keep: bool = False,
+  ) -> int:
+    """Puts a prompt that was read elsewhere into a free row, ahead of the queue.
+
+    Args:
+      logits: float32 [1, V], of `prefill`.
+      caches: of one row, with the batcher's method and capacity; they stay as they are.
+      limit: tokens of the answer, at most.
+      seed: of its draws, below 2³¹; by default the request's number. Equal seeds draw alike.
+      stop: token ids that end the answer.
+      stop_strings: strings that end it.
+      sampling: temperature and filters; None: the batcher's.
+      on_text: called with the answer's new text, as it comes.
+      keep: `Answer.caches` holds a copy of the row's caches.
+
+    Returns:
+      The request's number.
+
+    Raises:
+      TypeError, ValueError: as in `submit`, or the caches are others.
+      FloatingPointError: the logits are NaN or infinite.
+      RuntimeError: no row is free (`free`).
+    """
+    if not self.free:
+      raise RuntimeError(f"insert: found {self._count} rows that are held, expected a free one")
+    checks.laid_out(caches, self._method, self._single)
+    logits = checks.logits(logits, caches, self._model.config.vocab)
+    if not np.asarray(checks.sound(logits)).all():
+      raise checks.unsound("insert", 0, "its prompt", self._model, caches)
+    (seen,) = np.asarray(caches[0].seen).tolist()
+    request = self._request(
+      seen, limit, seed, stop, stop_strings, sampling=sampling, on_text=on_text, keep=keep
+    )
+    self._enter(request, logits, caches)
+    return request.number
+
+  def _request(
+    self,
+    size: int,
+    limit: int,
+    seed: int | None = None,
+    stop: Sequence[int] = (),
+    stop_strings: Sequence[str] = (),
+    *,
+    sampling: Sampling | None = None,
+    on_text: Callable[[str], Any] | None = None,
+    keep: bool = False,
+  ) -> _Request:
+    """A checked request after a prompt of so many tokens, with the next number."""
+    config = self._model.config
     limit = checks.whole("limit", limit, 1)
-    need = ids.size + limit + AHEAD
-    if self._most is not None and need > self._most[0]:
+    if self._most is not None and size + limit > self._most[0]:
       raise ValueError(
-        f"limit: found {limit} after a prompt of {ids.size}, expected at most "
-        f"{self._most[0] - ids.size - AHEAD}: a row has room for {self._most[0]} tokens"
+        f"limit: found {limit} after a prompt of {size}, expected at most "
+        f"{self._most[0] - size}: a row has room for {self._most[0]} tokens"
       )
-    new = np.array([ids.size + limit])
+    new = np.array([size + limit])
     checks.context(config, self._method, np.zeros(1, np.int32), new, "submit")
     strings = checks.stop_strings(stop_strings)
-    if strings and self._tokenizer is None:
-      raise ValueError("tokenizer: found None, expected one, to find stop_strings")
+    checks.callbacks(on_text=on_text)
+    if (strings or on_text is not None) and self._tokenizer is None:
+      raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
+    sampling = self._sampling if sampling is None else sampling
+    checks.kind("sampling", sampling, Sampling)
+    if self._sampling.greedy and not sampling.greedy:
+      raise ValueError(
+        f"sampling: found temperature {sampling.temperature:g}, expected 0 as the batcher's"
+      )
     seed = self._next if seed is None else checks.whole("seed", seed, 0, 2**31)
     text = None if self._tokenizer is None else RowText(self._tokenizer.stream(), strings)
-    request = _Request(self._next, ids, limit, seed, checks.stops(stop, vocab), text)
-    self._queue.append(request)
+    stops = checks.stops(stop, config.vocab)
+    request = _Request(self._next, limit, seed, stops, sampling, text, on_text, keep)
     self._known[request.number] = request
     self._next += 1
-    return request.number
+    return request
 
   def cancel(self, request: int) -> None:
     """Ends a request, whose answer so far is among the next; one that has ended stays as it is.
@@ -226,50 +323,78 @@ class Batcher:
   def step(self) -> None:
     """Fills free rows from the queue, decodes a token of every row, reads one of `AHEAD` before."""
     self._admit()
-    if any(self._rows):
-      self._under_way.append((self._device.step(), list(self._rows)))
-    if self._under_way and (len(self._under_way) > AHEAD or not any(self._rows)):
+    going = [x for x in self._rows if x is not None and x.steps < x.limit]
+    if going:
+      self._under_way.append((self._device.step(), going))
+      for request in going:
+        request.steps += 1
+      self._idle([x.row for x in going if x.steps == x.limit])
+    if self._under_way and (len(self._under_way) > AHEAD or not going):
       self._read(*self._under_way.popleft())
 
   def _admit(self) -> None:
-    """Reads the prompts that have a row to go to."""
-    for row in (i for i, holder in enumerate(self._rows) if holder is None):
-      while self._queue and self._rows[row] is None:
-        request = self._queue.popleft()
-        if request.over:
-          continue
-        try:
-          logits, caches = self._prompt(request)
-        except (FloatingPointError, MemoryError) as error:
-          self._end(request, "failed", error)
-          continue
-        self._device.enter(row, logits, caches, request.seed)
-        self._rows[row], request.row = request, row
-
-  def _prompt(self, request: _Request) -> tuple[Float[Array, "1 V"], Caches]:
-    """Logits and caches of a prompt that is read alone."""
-    caches = self._method.init_caches(self._single)
-    tokens, lengths = request.prompt[None], [request.prompt.size]
-    return prefill(self._model, tokens, lengths, caches, self._method, chunk=self._chunk)
-
-  def _read(self, step: Step, holders: list[_Request | None]) -> None:
-    """Gives a step's tokens to the requests that held the rows when it was dispatched."""
-    tokens, _ = self._device.fetch(step)
-    for request, token in zip(holders, tokens.tolist(), strict=True):
-      if request is None or request.over:
+    """Reads the prompts that have a row to go to; with `chunk`, a piece of one."""
+    while self._reading is not None or (self._queue and self.free):
+      if self._reading is None:
+        self._reading = self._queue.popleft(), self._method.init_caches(self._single), 0
+      (request, caches, done), self._reading = self._reading, None
+      if request.over:
         continue
+      assert request.prompt is not None
+      size = request.prompt.size
+      piece = request.prompt[done : done + (self._chunk or size)]
+      try:
+        part: dict[str, Any] = (
+          {} if self._chunk is None else {"total": [size], "chunk": self._chunk}
+        )
+        logits, caches = prefill(
+          self._model, piece[None], [piece.size], caches, self._method, **part
+        )
+      except (FloatingPointError, MemoryError) as error:
+        self._end(request, "failed", error)
+        continue
+      if done + piece.size < size:
+        self._reading = request, caches, done + piece.size
+        return  # the others go on
+      self._enter(request, logits, caches)
+
+  def _enter(self, request: _Request, logits: Float[Array, "1 V"], caches: Caches) -> None:
+    """Gives a free row to a request whose prompt has been read."""
+    row = request.row = self._rows.index(None)
+    self._rows[row] = request
+    stop = ends(request.stop)[:STOPS]
+    knobs = request.sampling.knobs(self._model.config.vocab)
+    self._device.enter(row, logits, caches, request.seed, stop, knobs)
+
+  def _read(self, step: Step, holders: list[_Request]) -> None:
+    """Gives a step's tokens to the requests that it was dispatched with."""
+    tokens, logprobs = self._device.fetch(step)
+    for request in holders:
+      if request.over:
+        continue
+      token = int(tokens[request.row])
       if token == UNSOUND:
         count = len(request.tokens) + 1
         found = f"request {request.number}: found logits that are NaN or infinite"
         error = FloatingPointError(f"{found} after token {count} of the answer")
         self._end(request, "failed", error)
-      elif (end := request.feed(token)) is not None:
-        self._end(request, end)
+      else:
+        logprob = None if logprobs is None else float(logprobs[request.row])
+        if (end := request.feed(token, logprob)) is not None:
+          self._end(request, end)
 
   def _end(self, request: _Request, end: End, error: Exception | None = None) -> None:
     """Its answer is there, and its row free."""
-    self._answers.append(request.answer(end, error))
+    answer = request.answer(end, self._logprobs, error)
     del self._known[request.number]
-    if request.row is not None:
+    if request.row >= 0:
       self._rows[request.row] = None
-      self._device.end(np.arange(self._count) == request.row)
+      self._idle([request.row])
+      if request.keep:
+        held = offload.rows_of(self._device.caches, np.array([request.row]))
+        answer = dataclasses.replace(answer, caches=held)
+    self._answers.append(answer)
+
+  def _idle(self, rows: list[int]) -> None:
+    """No step that is dispatched from now on touches these rows."""
+    self._device.end(np.isin(np.arange(self._count), rows))

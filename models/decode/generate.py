@@ -27,7 +27,7 @@ from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.prefill import joined, pad, prefill
 from kvjax.models.decode.rows import insert
-from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.sampling import Knobs, Sampling
 from kvjax.models.decode.step import (
   UNSOUND,
   Always,
@@ -283,20 +283,32 @@ class Device:
     if rows.any():
       self._live &= self._put(~rows)
 
-  def enter(self, row: int, logits: Float[Array, "1 V"], caches: Caches, number: int) -> None:
-    """From the next step on a row is another prompt's, which was read alone, under its number."""
-    at = np.array([row], np.int32)
+  def enter(
+    self,
+    row: int,
+    logits: Float[Array, "1 V"],
+    caches: Caches,
+    number: int,
+    stop: Int[np.ndarray, " E"],
+    knobs: Knobs,
+  ) -> None:
+    """From the next step on a row is another prompt's, which was read alone, under its number.
+
+    Only where `Always` has stops [B, E] and knobs [B] of each row.
+    """
+    at, seed = np.array([row], np.int32), self._always.seed
     self.caches = insert(self.caches, at, caches)
-    held = self.logits, self._live, self._always.rows
-    new = logits, np.array([True]), np.array([number], np.int32)
-    self.logits, self._live, numbers = _entered(held, at, new)
-    self._always = self._always._replace(rows=numbers)
+    held = self.logits, self._live, self._always._replace(seed=None)
+    always = Always(stop, np.int32(number), knobs, None)
+    new = jax.tree.map(lambda x: np.asarray(x)[None], (np.bool_(True), always))
+    self.logits, self._live, self._always = _entered(held, at, (logits, *new))
+    self._always = self._always._replace(seed=seed)
 
 
 @flat.own
 @functools.partial(jax.jit, donate_argnums=0)
 def _entered(held: Any, row: Int[Array, " 1"], new: Any) -> Any:
-  """The device's logits, live rows and numbers, with those of a new row."""
+  """The device's logits, live rows and what steps know of rows, with those of a new one."""
   return jax.tree.map(lambda x, y: x.at[row].set(y), held, new)
 
 

@@ -121,7 +121,7 @@ def _check_alike(live: Caches, new: Caches) -> None:
 
 
 def _kinds(cache: Any) -> dict[str, tuple[Any, ...]]:
-  """Dtype and shape of a row of each array, by name; a store counts as the one that it is cut of."""
+  """Dtype and shape of a row of each array, by name; a store's segments count as one."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(cache, is_leaf=offload.is_store)
   return {
     jax.tree_util.keystr(path, simple=True, separator="."): (

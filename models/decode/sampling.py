@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import fields
 
-Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: scalars
+Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: scalars, or [B]
+# Devices take numbers below float32's normal ones as 0, and so the inverse of the largest.
+COLDEST = float(np.finfo(np.float32).tiny)  # the temperature that stands for 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,8 @@ class Sampling:
   def knobs(self, vocab: int) -> Knobs:
     """The settings as arrays: traced, so that changing them does not compile anything again."""
     top_k = vocab if self.top_k is None else min(self.top_k, vocab)
-    # Devices take numbers below float32's normal ones as 0, and so the inverse of the largest.
-    least = float(np.finfo(np.float32).tiny)
-    temperature = jnp.float32(min(max(self.temperature, least), 1 / least))
-    top_p = jnp.float32(max(self.top_p, least))
+    temperature = jnp.float32(min(max(self.temperature, COLDEST), 1 / COLDEST))
+    top_p = jnp.float32(max(self.top_p, COLDEST))
     return temperature, jnp.int32(top_k), top_p, jnp.float32(self.min_p)
 
 
@@ -67,14 +67,15 @@ def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
   Every filter keeps a prefix of the tokens in order of likelihood, so that all three together are
   one threshold per row.
   """
-  temperature, top_k, top_p, min_p = knobs
+  of_each = [jnp.broadcast_to(x, logits.shape[:1])[:, None] for x in knobs]
+  temperature, top_k, top_p, min_p = of_each
   # The likeliest token's is 0, and stays that by whatever it is divided.
   x = logits.astype(jnp.float32)
   x = (x - x.max(-1, keepdims=True)) / temperature
 
   def ranked(x: Array) -> Array:
     order = -jnp.sort(-x, -1)  # likeliest first
-    kth = jax.lax.dynamic_index_in_dim(order, top_k - 1, -1)
+    kth = jnp.take_along_axis(order, top_k - 1, -1)
     first = order >= kth
     p = jax.nn.softmax(jnp.where(first, order, -jnp.inf), -1)
     before = jnp.cumsum(p, -1) - p  # probability of all likelier tokens
@@ -83,7 +84,7 @@ def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:
     return jnp.where(stays, order, jnp.inf).min(-1, keepdims=True)
 
   # Sorting a vocabulary is most of the work: nothing is sorted while both filters are off.
-  sorts = (top_k < x.shape[-1]) | (top_p < 1)
+  sorts = ((top_k < x.shape[-1]) | (top_p < 1)).any()
   least = jax.lax.cond(sorts, ranked, lambda x: jnp.full_like(x[:, :1], -jnp.inf), x)
   # p ≥ min_p · max p, on logits; renormalising changes neither side's ratio.
   least = jnp.maximum(least, jnp.log(min_p))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.sampling import Knobs, draw
+from kvjax.models.decode.sampling import COLDEST, Knobs, draw
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
@@ -24,7 +24,9 @@ UNSOUND = -2  # in the place of a token after which the row's logits are not fin
 
 
 class Always(NamedTuple):
-  """Inputs of every step: stop tokens [E], the rows' numbers [B], how to draw, the seed."""
+  """Inputs of every step: stop tokens [E] of all rows or [B, E], the rows' numbers [B], how to draw
+  (scalars, or [B]), the seed.
+  """
 
   stop: Any
   rows: Any
@@ -93,10 +95,10 @@ def _chosen(
   always: Always,
 ) -> Int[Array, " B"]:
   """The token that goes in: the wanted one, or where that is negative, the model's."""
-  if greedy:
-    token = jnp.argmax(logits, -1).astype(jnp.int32)
-  else:
-    token = draw(logits, always.knobs, always.seed, always.rows, seen)
+  token = jnp.argmax(logits, -1).astype(jnp.int32)
+  if not greedy:
+    drawn = draw(logits, always.knobs, always.seed, always.rows, seen)
+    token = jnp.where(always.knobs[0] > COLDEST, drawn, token)
   return jnp.where(want >= 0, want, token)
 
 
@@ -114,7 +116,7 @@ def _taken(
   if keep_logprobs:
     chosen = jnp.take_along_axis(logits, token[:, None], 1)[:, 0]
     logprobs = chosen - jax.nn.logsumexp(logits, -1)
-  after = live & ((want >= 0) | ~jnp.isin(token, always.stop))
+  after = live & ((want >= 0) | ~(token[:, None] == always.stop).any(-1))
   shown = jnp.where(checks.sound(new), token, UNSOUND)
   return jnp.where(live[:, None], new, logits), after, jnp.where(live, shown, -1), logprobs
 

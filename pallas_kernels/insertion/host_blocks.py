@@ -64,9 +64,7 @@ def _append_kernel(*refs: Any, starts: Sequence[int]) -> None:
     _store(of_name, starts, (b, head, block, token, column), x, real)
 
 
-def _move_kernel(
-  *refs: Any, starts: Sequence[int], others: Sequence[int], heads: int
-) -> None:
+def _move_kernel(*refs: Any, starts: Sequence[int], others: Sequence[int], heads: int) -> None:
   """row [R], other segments [1 or R, …], segments as they are [B, …] -> segments."""
   row_ref, sources, segments = refs[0], refs[1 : 1 + 2 * len(others)], refs[-2 * len(starts) :]
   tokens, head_dim = segments[0].shape[3:]

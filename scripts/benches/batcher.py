@@ -9,7 +9,7 @@ import numpy as np
 
 import kvjax
 from kvjax.models.decode.batcher import Batcher
-from kvjax.models.decode.generate import AHEAD, generate, pad, prefill
+from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, fitting
 from kvjax.programs.suites.e2e import weights
@@ -43,7 +43,7 @@ def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick:
   Tokens are compared where float32 leaves no doubt which is the likeliest.
   """
   asked = requests(rows, model.config.vocab, quick)
-  capacity = max(prompt.size + limit for prompt, limit in asked) + AHEAD
+  capacity = max(prompt.size + limit for prompt, limit in asked)
 
   def together() -> dict[int, np.ndarray]:
     batcher = Batcher(model, method, rows=rows, capacity=capacity)

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvjax.families.method import Method
 from kvjax.models.decode.batcher import Batcher
-from kvjax.models.decode.generate import AHEAD
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
@@ -81,7 +80,7 @@ def answers(
     Objects of "index", the prompt's number, "text", "tokens", their number, "end", the reason, and
     "error" where it failed.
   """
-  most = max(map(len, prompts)) + steps + AHEAD
+  most = max(map(len, prompts)) + steps
   batcher = Batcher(
     model,
     method,

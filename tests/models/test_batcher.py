@@ -7,6 +7,7 @@ import pytest
 import kvjax
 from kvjax.models.decode import batcher as batching
 from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.generate import Device, generate, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.testing.tiny import CONFIG, model
 from scripts.examples.tiny import byte_tokenizer
@@ -178,11 +179,14 @@ def test_texts_and_stop_strings():
     ({"prompt": [61]}, ValueError, r"prompt: found ids in \[61, 61\], expected ids in \[0, 61\)"),
     ({"prompt": [[1]]}, TypeError, "prompt: found int64 .* expected a list of integers"),
     ({"limit": 0}, ValueError, "limit: found 0, expected at least 1"),
-    ({"limit": 60}, ValueError, "limit: found 60 after a prompt of 3, expected at most 59: a row"),
+    ({"limit": 62}, ValueError, "limit: found 62 after a prompt of 3, expected at most 61: a row"),
     ({"limit": 2.0}, TypeError, r"limit: found 2\.0, expected an integer"),
     ({"seed": -1}, ValueError, "seed: found -1"),
     ({"stop": [61]}, ValueError, "stop: found 61"),
     ({"stop_strings": ["x"]}, ValueError, "tokenizer: found None, expected one"),
+    ({"on_text": print}, ValueError, "tokenizer: found None, expected one"),
+    ({"on_text": 1}, TypeError, "on_text: found 1, expected"),
+    ({"sampling": 0.5}, TypeError, "sampling: found 0.5, expected"),
   ],
 )
 def test_bad_requests_are_refused(given, error, message, untyped):
@@ -192,19 +196,94 @@ def test_bad_requests_are_refused(given, error, message, untyped):
   assert list(mine) == []
 
 
-@pytest.mark.slow
-def test_prompts_in_pieces():
-  """As far as pieces of a prompt leave the likeliest tokens what they are."""
+def test_prompts_in_pieces(monkeypatch):
+  """As far as pieces of a prompt leave the likeliest tokens what they are; others go on between."""
   given = {"prompt": np.arange(30) % CONFIG.vocab, "limit": 10}
   whole = alone(METHODS["full"], given, sampling=Sampling())
-  parts = alone(METHODS["full"], given, sampling=Sampling(), chunk=8)
-  np.testing.assert_array_equal(parts.tokens, whole.tokens)
+  done, one = [], Device.step
+  monkeypatch.setattr(Device, "step", lambda self: done.append("step") or one(self))
+  read = batching.prefill
+  monkeypatch.setattr(
+    batching, "prefill", lambda *x, **how: done.append("piece") or read(*x, **how)
+  )
+  mine = batcher(sampling=Sampling(), chunk=8)
+  for _ in range(2):
+    mine.submit(**given)
+  for answer in mine:
+    np.testing.assert_array_equal(answer.tokens, whole.tokens)
+  assert done[:10] == ["piece"] * 5 + ["step", "piece"] * 2 + ["step"]
+
+
+def test_prompts_that_were_read_elsewhere():
+  """They wait for no queue, answer as submitted ones do, and leave what a further turn needs."""
+  first, second = requests(2)
+  first |= {"stop": []}
+  method, mine = METHODS["snapkv"], batcher(METHODS["snapkv"])
+  spec = model().spec(1, CAPACITY)
+
+  def read(prompt):
+    return prefill(model(), prompt[None], [prompt.size], method.init_caches(spec), method)
+
+  for _ in range(ROWS):
+    mine.submit(**second)
+  asked = {name: first[name] for name in ("limit", "seed")}
+  number = mine.insert(*read(first["prompt"]), **asked, keep=True)
+  answers = {answer.request: answer for answer in mine}
+  want = alone(method, first)
+  np.testing.assert_array_equal(answers[number].tokens, want.tokens)
+  held = answers[number].caches
+  assert held[0].seen.tolist() == [first["prompt"].size + len(want.tokens)]
+  assert answers[0].caches is None
+  logits, caches = read(first["prompt"])
+  _, caches = generate(
+    *(model(), logits, caches, method),
+    steps=first["limit"],
+    sampling=DRAWING,
+    rows=[first["seed"]],
+  )
+  turn = np.arange(5)[None]
+  (theirs, _), (ours, _) = (prefill(model(), turn, [5], x, method) for x in (caches, held))
+  np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+  logits, caches = read(first["prompt"])
+  for _ in range(ROWS):
+    mine.insert(logits, caches, limit=3)
+  with pytest.raises(RuntimeError, match="insert: found 3 rows that are held, expected a free one"):
+    mine.insert(logits, caches, limit=3)
+  with pytest.raises(FloatingPointError, match=r"insert: .* its prompt"):
+    batcher(method).insert(logits * np.nan, caches, limit=3)
+  with pytest.raises(ValueError, match="SnapKV"):
+    batcher().insert(logits, caches, limit=3)
+
+
+def test_each_request_draws_in_its_own_way():
+  given = next(requests(1)) | {"stop": [], "limit": 20}
+  ways = [Sampling(), DRAWING, Sampling(temperature=2.0, top_k=3), Sampling(0.7, top_p=0.8)]
+  mine = batcher(logprobs=True)
+  for way in ways:
+    mine.submit(**given, sampling=way)
+  for answer, way in zip(sorted(mine, key=lambda x: x.request), ways, strict=True):
+    want = alone(METHODS["full"], given, sampling=way, logprobs=True)
+    np.testing.assert_array_equal(answer.tokens, want.tokens)
+    np.testing.assert_array_equal(answer.logprobs, want.logprobs)
+    assert (answer.logprobs < 0).all() and len(answer.logprobs) == 20
+  with pytest.raises(ValueError, match="sampling: found temperature 1, expected 0"):
+    batcher(sampling=Sampling()).submit(**given, sampling=DRAWING)
+
+
+def test_text_comes_as_it_is_made():
+  tokenizer, told = byte_tokenizer(), []
+  mine = batcher(tokenizer=tokenizer)
+  mine.submit([5, 6, 7], limit=20, seed=4, on_text=told.append)
+  while not (answers := mine.ready()):
+    mine.step()
+  assert "".join(told) == answers[0].text and len(told) > 5
 
 
 def test_bad_batchers_are_refused():
   with pytest.raises(ValueError, match="rows: found 0, expected at least 1"):
     Batcher(model(), METHODS["full"], rows=0, capacity=8)
-  with pytest.raises(ValueError, match="capacity: found 2, expected at least 3"):
-    Batcher(model(), METHODS["full"], rows=1, capacity=2)
+  with pytest.raises(ValueError, match="capacity: found 1, expected at least 2"):
+    Batcher(model(), METHODS["full"], rows=1, capacity=1)
   with pytest.raises(NotImplementedError, match="chunk: found 8, expected None: SnapKV"):
     Batcher(model(), METHODS["snapkv"], rows=1, capacity=64, chunk=8)

@@ -57,7 +57,7 @@ from kvjax.programs.evals.run import Runner
 from kvjax.programs.evals.store import TRACES, traces
 from kvjax.programs.evals.task import Task
 
-VERSION = 2  # of the rows and what they mean
+VERSION = 3  # of the rows and what they mean
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 
@@ -211,15 +211,9 @@ def evaluate(
         if isinstance(cell, str):
           notes.append(cell)
           continue
-        modes = [mode for mode in args.modes if _applies(cell, mode, notes)]
-        for mode in modes:
+        for mode in (mode for mode in args.modes if _applies(cell, mode, notes)):
           origin.check(results.rows, cell, mode, chosen[cell.length])
-        work = [
-          (cell, mode, first, groups[cell.length])
-          for mode in modes
-          for first in range(0, len(cell.rows), batch)
-        ]
-        _run(runner, work, results, refused, bar)
+          _run(runner, cell, mode, groups[cell.length], results, refused, bar)
         if last is None or cell.length > last.length:
           last = cell
     notes += refused.values()
@@ -287,41 +281,38 @@ def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
 
 
 def _run(
-  runner: Runner, work: Sequence[Any], results: store.Store, refused: dict[Any, str], bar: Any
+  runner: Runner,
+  cell: Cell,
+  mode: Mode,
+  groups: Sequence[Sequence[Entry]],
+  results: store.Store,
+  refused: dict[Any, str],
+  bar: Any,
 ) -> None:
-  """Runs batches in order; rows are saved with each method, and what methods refuse is noted."""
-
-  def missing(cell: Cell, mode: str, first: int, entry: Entry) -> list[int]:
-    indices = range(first, min(first + runner.batch, len(cell.rows)))
-    return [i for i in indices if _key(cell, mode, entry, i) not in results.rows]
-
-  bar.total += sum(
-    len(missing(cell, mode, first, entry))
-    for cell, mode, first, groups in work
+  """Runs what is missing; each row is saved as it comes, and what methods refuse is noted."""
+  missing = {
+    entry.key: [
+      i
+      for i in range(len(cell.rows))
+      if (cell.task.name, cell.length, mode, *entry.key, i) not in results.rows
+      and (cell.length, mode, *entry.key) not in refused
+    ]
     for group in groups
     for entry in group
-  )
-  for cell, mode, first, groups in work:
-    done = {
-      (entry.label, entry.budget)
-      for group in groups
-      for entry in group
-      if not missing(cell, mode, first, entry)
-      or (cell.length, mode, entry.label, entry.budget) in refused
-    }
-    for entry, rows in runner.run(cell, mode, first, groups, done):
-      left = missing(cell, mode, first, entry)
-      if isinstance(rows, Exception):
-        what = f"{entry.label}, {mode}, {cell.length:,} tokens"
-        refused[cell.length, mode, entry.label, entry.budget] = f"{what}: {rows}"
-      else:
-        results.append(row for row in rows if row["index"] in left)
-      bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
-      bar.update(len(left))
-
-
-def _key(cell: Cell, mode: str, entry: Entry, index: int) -> tuple[Any, ...]:
-  return cell.task.name, cell.length, mode, entry.label, entry.budget, index
+  }
+  left = {key: len(indices) for key, indices in missing.items()}
+  bar.total += sum(left.values())
+  for entry, rows in runner.run(cell, mode, groups, missing):
+    if isinstance(rows, Exception):
+      what = f"{entry.label}, {mode}, {cell.length:,} tokens"
+      refused[cell.length, mode, *entry.key] = f"{what}: {rows}"
+      done = left[entry.key]
+    else:
+      results.append(rows)
+      done = len(rows)
+    left[entry.key] -= done
+    bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
+    bar.update(done)
 
 
 def trace(

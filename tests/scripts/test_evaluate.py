@@ -22,8 +22,9 @@ import tokenizers
 from flax import nnx
 
 import kvjax
+from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.caches import next_turn
-from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.generate import Device, prefill
 from kvjax.models.io import convert
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, evaluate
@@ -111,7 +112,7 @@ def test_a_row_says_all_there_is_to_know(loaded, finished):
   assert row["score"] == TASKS["needle"].score(row["answer"], made)
   assert row["answer_tokens"] <= made.max_new_tokens
   assert row["seconds"]["decode"] > 0 and row["seconds"]["rows"] == 2
-  assert rows["needle", LENGTH, "aware", "full", None, 2]["seconds"]["rows"] == 1
+  assert rows["kl", LENGTH, "aware", "full", None, 2]["seconds"]["rows"] == 1
   prompts = {row["prompt"] for row in rows.values() if row["task"] == "needle"}
   assert len(prompts) == SAMPLES and all(len(text) == 16 for text in prompts)
 
@@ -179,33 +180,64 @@ def closing_tokenizer(token: int) -> Tokenizer:
 def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monkeypatch):
   """Ragged answers, of which one ends by itself; the logits are those of the whole conversation."""
   model, tokenizer = loaded[0], closing_tokenizer(CLOSES)
-  calls = []
+  asked, answers = {}, {}
+  insert, ready = Batcher.insert, Batcher.ready
 
-  def recorded(model, logits, caches, method, **options):
-    kept = np.asarray(logits), np.asarray(caches[0].seen), options["live"]
-    generation, caches = generate(model, logits, caches, method, **options)
-    calls.append((*kept, generation))
-    return generation, caches
+  def inserted(self, logits, caches, **how):
+    number = insert(self, logits, caches, **how)
+    asked[number] = np.asarray(logits[0]), int(caches[0].seen[0]), how["keep"]
+    return number
 
-  monkeypatch.setattr("kvjax.programs.evals.run.generate", recorded)
+  def ended(self):
+    found = ready(self)
+    answers.update({answer.request: answer for answer in found})
+    return found
+
+  monkeypatch.setattr(Batcher, "insert", inserted)
+  monkeypatch.setattr(Batcher, "ready", ended)
   more = ("--modes", "second", "--lengths", str(TWICE))
   rows = run((model, tokenizer), tmp_path, *more, tasks=("needle",), methods=("full",))
-  (*_, first), (logits, seen, _, second), *rest = calls
-  assert len(rest) == 2 and rest[1][2].tolist() == [True, False] and rest[1][1][1] == 0
-  ends = [int(first.tokens[row, n - 1]) == CLOSES for row, n in enumerate(first.lengths)]
-  assert sorted(ends) == [False, True] and len(set(first.lengths)) == 2
-  for row in range(2):
-    made = TASKS["needle"].second(Reader(tokenizer).count, length=TWICE, seed=0, index=row)
-    prompt, said = Reader(tokenizer).row(made), first.tokens[row, : first.lengths[row]].tolist()
+  rows = sorted(rows, key=lambda row: row["index"])
+  firsts = [answers[number] for number in asked if asked[number][2]]
+  assert len(firsts) == SAMPLES and len(asked) == 2 * SAMPLES
+  ends = {int(answer.tokens[-1]) == CLOSES for answer in firsts}
+  assert ends == {False, True} and len({len(answer.tokens) for answer in firsts}) > 1
+  seconds = [(*asked[number][:2], answers[number]) for number in asked if not asked[number][2]]
+  for index, first in enumerate(firsts):
+    made = TASKS["needle"].second(Reader(tokenizer).count, length=TWICE, seed=0, index=index)
+    prompt, said = Reader(tokenizer).row(made), first.tokens.tolist()
     ids = prompt.ids + said + next_turn(tokenizer, made.second.question.lstrip(), said)
     ids += tokenizer.encode(made.second.answer_prefix.lstrip(), bos=False)
-    assert seen[row] == len(ids)
-    np.testing.assert_allclose(logits[row], read(model, ids)[0], atol=1e-4)
-    answers = rows[row]["first_answer"], rows[row]["answer"]
-    assert answers == (first.texts[row], second.texts[row])
-    assert rows[row]["score"] == TASKS["needle"].score(second.texts[row], made.second)
-    assert rows[row]["also"] == {"first": TASKS["needle"].score(first.texts[row], made)}
-    assert rows[row]["prompt_tokens"] == len(prompt.ids + prompt.second) <= TWICE - 2 * 32
+    row = rows[index]
+    logits, second = next(
+      (x, answer) for x, n, answer in seconds if (n, answer.text) == (len(ids), row["answer"])
+    )
+    np.testing.assert_allclose(logits, read(model, ids)[0], atol=1e-4)
+    assert (row["first_answer"], row["answer"]) == (first.text, second.text)
+    assert row["score"] == TASKS["needle"].score(second.text, made.second)
+    assert row["also"] == {"first": TASKS["needle"].score(first.text, made)}
+    assert row["prompt_tokens"] == len(prompt.ids + prompt.second) <= TWICE - 2 * 32
+
+
+def test_a_row_that_ends_makes_room(loaded, tmp_path, monkeypatch):
+  """Answers of unequal limits: as many steps as tokens over rows, and the last one's."""
+  limits = [3, 31, 2, 30, 4, 5, 29, 1, 2, 6]
+  whole = TASKS["needle"].build
+
+  def build(count, *, length, seed, index):
+    row = whole(count, length=length, seed=seed, index=index)
+    return dataclasses.replace(row, max_new_tokens=limits[index])
+
+  task = dataclasses.replace(TASKS["needle"], build=build, filled=False)
+  monkeypatch.setitem(TASKS, "needle", task)
+  steps, one = [], Device.step
+  monkeypatch.setattr(Device, "step", lambda self: steps.append(0) or one(self))
+  rows = run(loaded, tmp_path, tasks=("needle",), methods=("full",), samples=len(limits))
+  assert [rows[i]["index"] for i in range(3)] == [0, 2, 1]  # as they end
+  said = {row["index"]: row for row in rows}
+  assert [said[i]["answer_limit"] for i in range(len(limits))] == limits
+  assert [said[i]["answer_tokens"] for i in range(len(limits))] == limits
+  assert len(steps) <= sum(limits) / 2 + max(limits) < sum(map(max, limits[::2], limits[1::2]))
 
 
 @pytest.mark.slow
@@ -347,10 +379,7 @@ def test_lengths_past_a_conversions_limit_are_refused_first(loaded, tmp_path, mo
   assert not (tmp_path / "out").exists()
 
 
-def test_answers_take_what_the_longest_prompt_of_a_batch_leaves(
-  loaded, tmp_path, monkeypatch, capsys
-):
-  """Each row's answer may be as long as its own prompt allows; a batch has one number of steps."""
+def test_answers_take_what_their_prompts_leave(loaded, tmp_path, monkeypatch, capsys):
   (tmp_path / "gsm8k").mkdir()
   asked = "What is 1 + 1?", "Add up all of these numbers, one after another: " + "1, " * 9 + "1."
   lines = [json.dumps({"question": text, "answer": "#### 2"}) for text in asked]
@@ -359,8 +388,8 @@ def test_answers_take_what_the_longest_prompt_of_a_batch_leaves(
   more = "--lengths", "240"
   rows = run(loaded, tmp_path / "out", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
   assert len(rows) == 2 and "not run" not in capsys.readouterr().err
-  longest = max(row["prompt_tokens"] for row in rows)
-  assert {row["answer_limit"] for row in rows} == {240 - longest}
+  assert all(row["answer_limit"] == 240 - row["prompt_tokens"] for row in rows)
+  assert len({row["answer_limit"] for row in rows}) == 2
   more = ("--lengths", "240", "--answer-tokens", "5")
   with pytest.raises(ValueError, match="found results with answer_tokens = None, and now it is 5"):
     run(loaded, tmp_path / "out", *more, tasks=("gsm8k_chat",), methods=("full",), samples=2)
@@ -1062,7 +1091,7 @@ def test_groups_hold_what_fits(loaded):
   """Dense methods share passes within the limit; the others read alone, after them."""
   model = loaded[0]
   made = plan.entries(["streaming_llm", "snapkv", "random", "h2o"], ["64"], LENGTH)
-  full = plan.cache_bytes(kvjax.Full(), model, 2, LENGTH)
+  full = plan.cache_bytes(kvjax.Full(), model, 2 + plan.read_at_once(2), LENGTH)
 
   def names(limit):
     return [[e.label for e in group] for group in plan.groups(made, model, 2, LENGTH, limit)]

@@ -42,6 +42,11 @@ class Entry:
   method: kvjax.Method
   fitted: tuple[Fitted, ...] = dataclasses.field(default=(), compare=False)
 
+  @property
+  def key(self) -> tuple[str, int | None]:
+    """What names its rows of results."""
+    return self.label, self.budget
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
@@ -101,6 +106,11 @@ def cache_bytes(method: kvjax.Method, model: Transformer, batch: int, length: in
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
 
+def read_at_once(batch: int) -> int:
+  """Prompts that are read together, of rows that decode together."""
+  return max(1, batch // 5)
+
+
 def groups(
   chosen: Sequence[Entry], model: Transformer, batch: int, length: int, limit: float
 ) -> list[list[Entry]]:
@@ -111,7 +121,7 @@ def groups(
   made: list[list[Entry]] = []
   room = 0.0
   for entry in chosen:
-    size = cache_bytes(entry.method, model, batch, length)
+    size = cache_bytes(entry.method, model, batch + read_at_once(batch), length)
     if not _shares(entry.method):
       continue
     if not made or size > room:

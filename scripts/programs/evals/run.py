@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,28 +16,34 @@ from kvjax.models.decode.generate import Generation, generate, pad, prefill
 from kvjax.models.decode.reconstruct import Instructions
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.ops import offload
 from kvjax.programs import common
 from kvjax.programs.evals import origin, rolling, walks
+from kvjax.programs.evals.answers import Answers
 from kvjax.programs.evals.divergence import compare, surprise
-from kvjax.programs.evals.plan import Cell, Entry
-from kvjax.programs.evals.task import Row, Task
+from kvjax.programs.evals.plan import Cell, Entry, Mode, read_at_once
 from kvjax.runtime.shared_prefill import take
 
-CHUNK = 16  # decode steps per dispatch
+CHUNK = 16  # decode steps between two looks at a text that is given
 _TAIL = 64  # questions on filled caches are padded to this many tokens times a power of two
+
+# Numbers of the rows that are not there yet, by label and budget of a method.
+Missing = Mapping[tuple[str, int | None], Sequence[int]]
+# An entry and results of it, or the error with which it refused.
+Made = tuple[Entry, list[dict[str, Any]] | Exception]
 
 
 @dataclasses.dataclass
 class Runner:
-  """A model that answers batches of rows, `batch` rows at a time.
+  """A model that answers rows, `batch` of them at a time.
 
-  Shapes are few: prompts are padded to the length of their cell, caches hold as many tokens, and
-  the last batch of a cell has idle rows, so that a program compiles once per length and method.
+  A row that has been answered makes room for the next one. Prompts are read a few at a time, once
+  for all methods of a group. Shapes are few: prompts are padded to the length of their cell, caches
+  hold as many tokens, and the last ones of a cell are read beside idle rows, so that a program
+  compiles once per length and method.
 
   Attributes:
     model, tokenizer: of the checkpoint.
-    batch: rows of a batch.
+    batch: rows that decode together.
   """
 
   model: Transformer
@@ -48,63 +54,90 @@ class Runner:
     self._compiled: set[Any] = set()
 
   def run(
-    self, cell: Cell, mode: str, first: int, groups: Sequence[Sequence[Entry]], done: set[Any]
-  ) -> Iterator[tuple[Entry, list[dict[str, Any]] | Exception]]:
-    """The rows from number `first` on, one batch of them, under every method that is not done.
+    self, cell: Cell, mode: Mode, groups: Sequence[Sequence[Entry]], missing: Missing
+  ) -> Iterator[Made]:
+    """Results of the missing rows, as they come; a method that refuses gives no more.
 
     Args:
       cell: the task's rows.
       mode: "aware", "agnostic": caches are filled before the question is read, "second": two
         turns, of which the second answer is scored, or "reuse": two questions on one context, each
         on a copy of its caches.
-      first: index of the batch's first row.
       groups: methods whose caches one pass fills, the full cache first of all.
-      done: (label, budget) of methods to leave out.
-
-    Yields:
-      An entry, and its rows of results, or the error with which it refused.
+      missing: what is to be run.
     """
-    indices = range(first, min(first + self.batch, len(cell.rows)))
-    if cell.task.rolling:
-      yield from self._roll_all(cell, mode, indices, groups, done)
+    left = dict(missing)
+    for entry, made in self._run(cell, mode, groups, left):
+      if isinstance(made, Exception):
+        left[entry.key] = ()
+      yield entry, made
+
+  def _run(
+    self, cell: Cell, mode: Mode, groups: Sequence[Sequence[Entry]], missing: Missing
+  ) -> Iterator[Made]:
+    if not (cell.task.rolling or cell.task.forced):
+      for group in groups:
+        yield from self._answer_all(cell, mode, group, missing)
       return
-    reference: Any = None  # the full cache's logits of a given text
-    for group in groups:
-      wanted = [entry for entry in group if (entry.label, entry.budget) not in done]
-      compared = cell.task.forced and group is groups[0] and _any_left(groups, done)
-      if compared and group[0] not in wanted:
-        wanted.insert(0, group[0])
+    indices = sorted(set().union(*missing.values()))
+    run_all = self._roll_all if cell.task.rolling else self._follow_all
+    for first in range(0, len(indices), self.batch):
+      yield from run_all(cell, mode, indices[first : first + self.batch], groups, missing)
+
+  # ---- answers
+
+  def _answer_all(
+    self, cell: Cell, mode: Mode, group: Sequence[Entry], missing: Missing
+  ) -> Iterator[Made]:
+    """Answers under methods whose caches one pass fills, each in a live batch of its own."""
+    made: dict[Entry, Answers] = {}
+    indices = sorted(set().union(*(missing[entry.key] for entry in group)))
+    repeats = group[0].method.traits.repeats  # the budgets of its layers are each reading's
+    size = self.batch if repeats else read_at_once(self.batch)
+    for first in range(0, len(indices), size):
+      part = indices[first : first + size]
+      rows = {
+        entry: {i: place for place, i in enumerate(part) if i in missing[entry.key]}
+        for entry in group
+      }
+      wanted = [entry for entry in rows if rows[entry]]
       if not wanted:
         continue
       try:
-        logits, filled, reading = self._read(cell, mode, indices, [e.method for e in group])
+        logits, filled, about = self._read(cell, mode, part, [x.method for x in group], size)
       except (ValueError, NotImplementedError) as error:
         yield from ((entry, error) for entry in wanted)
         continue
       for entry in wanted:
-        if common.drop_programs():
-          self._compiled.clear()
-        mine, caches = logits, take(filled, group.index(entry)) if len(group) > 1 else filled
+        self._drop_programs()
         try:
-          result, reference = self._decode(
-            cell, mode, indices, entry, mine, caches, reading, reference
-          )
+          caches = take(filled, group.index(entry)) if len(group) > 1 else filled
+          method = caches[0].origin.method if repeats else entry.method
+          if entry not in made:
+            # What is reconstructed has as many slots as its budget, even where the text is shorter.
+            room = max(cell.length, *(cache.size for cache in caches)) if repeats else cell.length
+            made[entry] = Answers(self, cell, mode, entry, method, room)
+          mine = {"seconds": about, "bytes": _bytes(caches, size)}
+          for row in made[entry].enter(rows[entry], logits, caches, mine):
+            yield entry, [row]
+          if repeats:
+            yield from ((entry, [row]) for row in made.pop(entry).finish())
         except (ValueError, NotImplementedError) as error:
+          made.pop(entry, None)
           yield entry, error
-          continue
-        if (entry.label, entry.budget) not in done:
-          yield entry, result
+    for entry, answers in made.items():
+      yield from ((entry, [row]) for row in answers.finish())
 
   def _read(
-    self, cell: Cell, mode: str, indices: range, methods: list[kvjax.Method]
+    self, cell: Cell, mode: Mode, indices: Sequence[int], methods: list[kvjax.Method], size: int
   ) -> tuple[jax.Array, Caches, dict[str, Any]]:
-    """Fills the caches of one method, or of several at once, with the batch's prompts."""
+    """Fills the caches of one method, or of several at once, with some prompts, `size` at most."""
     method = methods[0] if len(methods) == 1 else kvjax.SharedPrefill(tuple(methods))
     prompts = [cell.prompts[i] for i in indices]
     apart = mode in ("agnostic", "reuse")
     texts = [prompt.head if apart else prompt.ids for prompt in prompts]
-    tokens, lengths = self._padded(texts, cell.length)
-    cold = self._cold("prefill", method, cell.length)
+    tokens, lengths = _padded(texts, size, cell.length)
+    cold = self.cold("prefill", method, cell.length, size)
     began = time.perf_counter()
     if method.traits.repeats:
       if not apart and any(prompt.tail for prompt in prompts):
@@ -115,146 +148,164 @@ class Runner:
       ask = Instructions.of(self.tokenizer)
       logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
     else:
-      caches = method.init_caches(self.model.spec(self.batch, cell.length))
+      caches = method.init_caches(self.model.spec(size, cell.length))
       logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
     jax.block_until_ready((logits, caches))
     seconds = time.perf_counter() - began
     return logits, caches, {"prefill": seconds, "shared": len(methods), "cold": cold}
 
-  def _decode(
+  def ask(
+    self, length: int, method: kvjax.Method, texts: list[list[int]], longest: int, caches: Caches
+  ) -> tuple[jax.Array, Caches, float, list[str]]:
+    """Reads a question into live caches, padded for the cell's longest.
+
+    Returns:
+      Logits, caches, seconds, and ["question"] if they include the program's compilation.
+    """
+    size = _TAIL
+    while size < longest:
+      size *= 2
+    tokens, lengths = _padded(texts, len(texts), size)
+    cold = self.cold("question", method, length, size, len(texts))
+    began = time.perf_counter()
+    logits, caches = prefill(self.model, tokens, lengths, caches, method)
+    jax.block_until_ready((logits, caches))
+    return logits, caches, time.perf_counter() - began, cold
+
+  def result(
     self,
     cell: Cell,
-    mode: str,
-    indices: range,
+    mode: Mode,
+    index: int,
+    entry: Entry,
+    score: dict[str, Any],
+    timing: dict[str, Any],
+    facts: dict[str, Any],
+  ) -> dict[str, Any]:
+    """A row of results; `facts` are bytes of its cache, and what else is known."""
+    prompt = cell.prompts[index].ids + cell.prompts[index].second
+    return {
+      "task": cell.task.name,
+      "length": cell.length,
+      "mode": mode,
+      "method": entry.label,
+      "budget": entry.budget,
+      "index": index,
+      **origin.facts(cell, index, entry),
+      **({"fitted": "; ".join(x.told() for x in entry.fitted)} if entry.fitted else {}),
+      "prompt_tokens": len(prompt),
+      **score,
+      **facts,
+      "about": dict(cell.rows[index].about),
+      "seconds": {
+        name: round(value, 5) if isinstance(value, float) else value
+        for name, value in timing.items()
+      },
+    }
+
+  # ---- given texts
+
+  def _follow_all(
+    self,
+    cell: Cell,
+    mode: Mode,
+    indices: Sequence[int],
+    groups: Sequence[Sequence[Entry]],
+    missing: Missing,
+  ) -> Iterator[Made]:
+    """Given continuations under every method that lacks one, beside the full cache's logits."""
+    reference: Any = None
+    lacks = {entry: {*missing[entry.key]} & {*indices} for group in groups for entry in group}
+    for group in groups:
+      wanted = [entry for entry in group if lacks[entry]]
+      if group is groups[0] and group[0] not in wanted:
+        wanted.insert(0, group[0])  # what the others are compared with
+      if not wanted:
+        continue
+      methods = [entry.method for entry in group]
+      try:
+        logits, filled, about = self._read(cell, mode, indices, methods, self.batch)
+      except (ValueError, NotImplementedError) as error:
+        yield from ((entry, error) for entry in wanted)
+        continue
+      for entry in wanted:
+        self._drop_programs()
+        caches = take(filled, group.index(entry)) if len(group) > 1 else filled
+        try:
+          rows, reference = self._follow(
+            cell, mode, indices, entry, logits, caches, about, reference
+          )
+        except (ValueError, NotImplementedError) as error:
+          yield entry, error
+          continue
+        if lacks[entry]:
+          yield entry, [row for row in rows if row["index"] in lacks[entry]]
+
+  def _follow(
+    self,
+    cell: Cell,
+    mode: Mode,
+    indices: Sequence[int],
     entry: Entry,
     logits: jax.Array,
     caches: Caches,
-    reading: dict[str, Any],
+    about: dict[str, Any],
     reference: Any,
   ) -> tuple[list[dict[str, Any]], Any]:
-    """Answers, or follows the given text; the rows of results, and the logits to compare with."""
-    timing = {**reading, "cold": [*reading["cold"]]}
-    asked_for = entry
-    if entry.method.traits.repeats:  # budgets of its layers are known now
-      entry = dataclasses.replace(entry, method=caches[0].origin.method)
-    used, host = common.device_bytes(caches), common.host_bytes(caches)
-    asked = [cell.rows[i] for i in indices]
-    firsts: list[dict[str, Any]] = [{}] * len(indices)
-    if mode == "agnostic":
-      tails = [cell.prompts[i].tail for i in indices]
-      longest = max(len(prompt.tail) for prompt in cell.prompts)
-      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
-    elif mode == "second":
-      steps = max(row.max_new_tokens for row in asked)
-      timing["cold"] += ["first"] if self._cold("decode", entry.method, cell.length, False) else []
-      began = time.perf_counter()
-      generation, caches = self._generate(cell, indices, entry, logits, caches, steps)
-      timing["first"] = time.perf_counter() - began
-      firsts = self._score(cell.task, asked, generation)
-      said = [generation.tokens[row, :n] for row, n in enumerate(generation.lengths)]
-      tails = [cell.prompts[i].second_after(said[row]) for row, i in enumerate(indices)]
-      longest = max(len(prompt.second) for prompt in cell.prompts)
-      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
-      asked = [row.second for row in asked if row.second is not None]
-    elif mode == "reuse":
-      firsts = self._first_of_two(cell, indices, entry, caches, timing)
-      tails = [cell.prompts[i].other for i in indices]
-      longest = max(len(prompt.other) for prompt in cell.prompts)
-      logits, caches = self._ask(cell, entry, caches, tails, longest, timing)
-      asked = [row.second for row in asked if row.second is not None]
-    steps = max(row.max_new_tokens for row in asked)
-    if mode in ("aware", "agnostic"):  # an answer takes what its prompt leaves, a batch the least
-      steps = min(steps, cell.length - max(len(cell.prompts[i].ids) for i in indices))
-    forced = None
-    if cell.task.forced:
-      forced = np.full((self.batch, steps), -1, np.int32)
-      for row, i in enumerate(indices):
-        forced[row] = cell.forced[i][:steps]
-    visited = walks.visited(self.model, entry.method, caches, logits)
-    timing["cold"] += self._cold("decode", entry.method, cell.length, cell.task.forced)
-    began = time.perf_counter()
-    generation, caches = self._generate(cell, indices, entry, logits, caches, steps, forced)
-    timing |= {
-      "decode": time.perf_counter() - began,
-      "steps": int(generation.lengths.max()),
-      "rows": len(indices),
-    }
-    if cell.task.forced:
-      reference = generation.logits if reference is None else reference
-      scores = self._follow(cell, indices, generation, reference)
-    else:
-      scores = self._score(cell.task, asked, generation)
-    for score, first in zip(scores, firsts, strict=True):
-      if first:
-        score["also"]["first"], score["first_answer"] = first["score"], first["answer"]
-      if mode == "reuse":
-        score["also"]["other"] = score["score"]
-        score["score"] = (first["score"] + score["score"]) / 2
-    more: list[dict[str, Any]] = [{"answer_limit": steps} for _ in indices]
-    for row, facts in enumerate(more):
-      facts |= {} if visited is None else {"visited": round(float(visited[row]), 5)}
-    sizes = used, host
-    return self._rows(cell, mode, indices, entry, asked_for, scores, sizes, timing, more), reference
-
-  def _rows(
-    self,
-    cell: Cell,
-    mode: str,
-    indices: range,
-    entry: Entry,
-    asked_for: Entry,
-    scores: Sequence[dict[str, Any]],
-    sizes: tuple[int, int],
-    timing: dict[str, Any],
-    more: Sequence[dict[str, Any]],
-  ) -> list[dict[str, Any]]:
-    """Rows of results; `sizes` are the bytes of a batch's caches on the device and the host."""
-    rows = []
+    """Results of a batch along its given texts; the logits to compare others with."""
+    facts = _bytes(caches, self.batch)
+    rows = [cell.rows[i] for i in indices]
+    steps = max(row.max_new_tokens for row in rows)
+    steps = min(steps, cell.length - max(len(cell.prompts[i].ids) for i in indices))
+    forced = np.full((self.batch, steps), -1, np.int32)
     for row, i in enumerate(indices):
-      prompt = cell.prompts[i].ids + cell.prompts[i].second
-      rows.append(
-        {
-          "task": cell.task.name,
-          "length": cell.length,
-          "mode": mode,
-          "method": entry.label,
-          "budget": entry.budget,
-          "index": i,
-          **origin.facts(cell, i, asked_for),
-          **({"fitted": "; ".join(x.told() for x in entry.fitted)} if entry.fitted else {}),
-          "prompt_tokens": len(prompt),
-          **scores[row],
-          "cache_bytes": sizes[0] // self.batch,
-          "host_bytes": sizes[1] // self.batch,
-          **more[row],
-          "about": dict(cell.rows[i].about),
-          "seconds": {
-            name: round(value, 5) if isinstance(value, float) else value
-            for name, value in timing.items()
-          },
-        }
-      )
-    return rows
+      forced[row] = cell.forced[i][:steps]
+    visited = walks.visited(self.model, entry.method, caches, logits)
+    cold = about["cold"] + self.cold("decode", entry.method, cell.length, self.batch, True)
+    began = time.perf_counter()
+    generation, _ = generate(
+      self.model,
+      logits,
+      caches,
+      entry.method,
+      steps=steps,
+      live=np.arange(self.batch) < len(indices),
+      forced=forced,
+      return_logits=True,
+      chunk=CHUNK,
+    )
+    jax.block_until_ready(generation.last)
+    taken = time.perf_counter() - began
+    timing = {**about, "cold": cold, "decode": taken, "steps": steps, "rows": len(indices)}
+    reference = generation.logits if reference is None else reference
+    scores = _divergence(cell, indices, generation, reference)
+    made = []
+    for row, (i, score) in enumerate(zip(indices, scores, strict=True)):
+      seen = {} if visited is None else {"visited": round(float(visited[row]), 5)}
+      more = {**facts, "answer_limit": steps, **seen}
+      made.append(self.result(cell, mode, i, entry, score, timing, more))
+    return made, reference
 
   def _roll_all(
     self,
     cell: Cell,
-    mode: str,
-    indices: range,
+    mode: Mode,
+    indices: Sequence[int],
     groups: Sequence[Sequence[Entry]],
-    done: set[Any],
-  ) -> Iterator[tuple[Entry, list[dict[str, Any]] | Exception]]:
-    """Whole texts under every method that is not done."""
+    missing: Missing,
+  ) -> Iterator[Made]:
+    """Whole texts under every method that lacks one."""
     for entry in itertools.chain(*groups):
-      if (entry.label, entry.budget) not in done:
-        if common.drop_programs():
-          self._compiled.clear()
+      if lacks := {*missing[entry.key]} & {*indices}:
+        self._drop_programs()
         try:
-          yield entry, self._roll(cell, mode, indices, entry)
+          yield entry, [x for x in self._roll(cell, mode, indices, entry) if x["index"] in lacks]
         except (ValueError, NotImplementedError) as error:
           yield entry, error
 
-  def _roll(self, cell: Cell, mode: str, indices: range, entry: Entry) -> list[dict[str, Any]]:
+  def _roll(
+    self, cell: Cell, mode: Mode, indices: Sequence[int], entry: Entry
+  ) -> list[dict[str, Any]]:
     """Log-likelihoods of a batch's texts; the score is the geometric mean of a byte's."""
     if entry.method.traits.repeats:
       raise NotImplementedError(
@@ -263,7 +314,7 @@ class Runner:
       )
     ids = [cell.prompts[i].ids for i in indices]
     begin = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
-    cold = self._cold("decode", entry.method, cell.length, "rolling")
+    cold = self.cold("decode", entry.method, cell.length, self.batch, "rolling")
     began = time.perf_counter()
     values, caches = rolling.log_likelihoods(
       self.model, entry.method, ids, prefix=begin or 0, length=cell.length, batch=self.batch
@@ -271,125 +322,59 @@ class Runner:
     timing = {"prefill": 0.0, "shared": 1, "cold": ["prefill", *cold]}
     timing |= {"decode": time.perf_counter() - began, "rows": len(indices)}
     timing["steps"] = sum(map(len, ids)) // len(indices)
-    scores = []
+    facts, made = _bytes(caches, self.batch), []
     for value, i in zip(values.tolist(), indices, strict=True):
       counted = cell.rows[i].scoring
       also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
-      scores.append({"score": math.exp(value / counted["bytes"]), "also": also})
-    sizes = common.device_bytes(caches), common.host_bytes(caches)
-    return self._rows(cell, mode, indices, entry, entry, scores, sizes, timing, [{}] * len(ids))
+      score = {"score": math.exp(value / counted["bytes"]), "also": also}
+      made.append(self.result(cell, mode, i, entry, score, timing, facts))
+    return made
 
-  def _first_of_two(
-    self, cell: Cell, indices: range, entry: Entry, caches: Caches, timing: dict[str, Any]
-  ) -> list[dict[str, Any]]:
-    """Answers to the first questions, on a copy of the caches."""
-    tails = [cell.prompts[i].tail for i in indices]
-    longest = max(len(prompt.tail) for prompt in cell.prompts)
-    copies = offload.rows_of(caches, np.arange(self.batch))
-    logits, copies = self._ask(cell, entry, copies, tails, longest, timing)
-    asked = [cell.rows[i] for i in indices]
-    steps = max(row.max_new_tokens for row in asked)
-    timing["cold"] += ["first"] if self._cold("decode", entry.method, cell.length, False) else []
-    began = time.perf_counter()
-    generation, _ = self._generate(cell, indices, entry, logits, copies, steps)
-    timing["first"] = time.perf_counter() - began
-    return self._score(cell.task, asked, generation)
+  # ---- programs
 
-  def _ask(
-    self,
-    cell: Cell,
-    entry: Entry,
-    caches: Caches,
-    texts: Sequence[list[int]],
-    longest: int,
-    timing: dict[str, Any],
-  ) -> tuple[jax.Array, Caches]:
-    """Reads a question into live caches, padded for the cell's longest; notes its seconds."""
-    size = _TAIL
-    while size < longest:
-      size *= 2
-    tokens, lengths = self._padded(texts, size)
-    timing["cold"] += self._cold("question", entry.method, cell.length, size)
-    began = time.perf_counter()
-    logits, caches = prefill(self.model, tokens, lengths, caches, entry.method)
-    jax.block_until_ready((logits, caches))
-    timing["question"] = time.perf_counter() - began
-    return logits, caches
-
-  def _generate(
-    self,
-    cell: Cell,
-    indices: range,
-    entry: Entry,
-    logits: jax.Array,
-    caches: Caches,
-    steps: int,
-    forced: np.ndarray | None = None,
-  ) -> tuple[Generation, Caches]:
-    """Decodes the batch's rows until each ends, or along the forced tokens."""
-    generation, caches = generate(
-      self.model,
-      logits,
-      caches,
-      entry.method,
-      steps=steps,
-      stop=self.tokenizer.ends,
-      stop_strings=cell.task.stop,
-      tokenizer=self.tokenizer,
-      live=np.arange(self.batch) < len(indices),
-      forced=forced,
-      return_logits=cell.task.forced,
-      chunk=CHUNK,
-    )
-    jax.block_until_ready(generation.last)
-    return generation, caches
-
-  def _score(self, task: Task, rows: Sequence[Row], generation: Generation) -> list[dict[str, Any]]:
-    """Each row's answer and what it is worth."""
-    assert generation.texts is not None  # a tokenizer was given
-    out = []
-    for text, row, tokens in zip(generation.texts, rows, generation.lengths, strict=False):
-      also = {name: scorer(text, row) for name, scorer in task.also.items()}
-      score = task.score(text, row)
-      out.append({"answer": text, "answer_tokens": int(tokens), "score": score, "also": also})
-    return out
-
-  def _follow(
-    self, cell: Cell, indices: range, generation: Generation, reference: jax.Array
-  ) -> list[dict[str, Any]]:
-    """Each row's divergence from the full cache, position by position.
-
-    The first logits are the prompt's; every later row shows the cache at work. The score is the
-    share of positions with the full cache's likeliest token.
-    """
-    steps = reference.shape[1]
-    given = np.stack([cell.forced[i][:steps] for i in indices])
-    mine, full = (x[: len(indices), 1:] for x in (generation.logits, reference))
-    kl, top1 = compare(full, mine)
-    nll = surprise(mine, given[:, 1:])
-    out = []
-    for row in range(len(indices)):
-      curves = {"kl": kl, "top1": top1, "nll": nll}
-      positions = {
-        name: [round(float(value), 5) for value in np.asarray(x[row], np.float64)]
-        for name, x in curves.items()
-      }
-      means = {name: float(np.mean(values)) for name, values in positions.items()}
-      out.append({"score": means["top1"], "also": means, "positions": positions})
-    return out
-
-  def _padded(self, texts: Sequence[list[int]], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [batch, size] and lengths; rows beyond the texts are empty."""
-    idle: list[list[int]] = [[]] * (self.batch - len(texts))
-    tokens, lengths = pad([*texts, *idle], multiple=1)
-    return np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
-
-  def _cold(self, phase: str, *program: Any) -> list[str]:
+  def cold(self, phase: str, *program: Any) -> list[str]:
     """The phase, if its program runs for the first time: its seconds include its compilation."""
     fresh = (phase, *program) not in self._compiled
     self._compiled.add((phase, *program))
     return [phase] if fresh else []
 
+  def _drop_programs(self) -> None:
+    if common.drop_programs():
+      self._compiled.clear()
 
-def _any_left(groups: Sequence[Sequence[Entry]], done: set[Any]) -> bool:
-  return any((entry.label, entry.budget) not in done for group in groups for entry in group)
+
+def _divergence(
+  cell: Cell, indices: Sequence[int], generation: Generation, reference: jax.Array
+) -> list[dict[str, Any]]:
+  """Each row's divergence from the full cache, position by position.
+
+  The first logits are the prompt's; every later row shows the cache at work. The score is the
+  share of positions with the full cache's likeliest token.
+  """
+  steps = reference.shape[1]
+  given = np.stack([cell.forced[i][:steps] for i in indices])
+  mine, full = (x[: len(indices), 1:] for x in (generation.logits, reference))
+  kl, top1 = compare(full, mine)
+  curves = {"kl": kl, "top1": top1, "nll": surprise(mine, given[:, 1:])}
+  out = []
+  for row in range(len(indices)):
+    positions = {
+      name: [round(float(value), 5) for value in np.asarray(x[row], np.float64)]
+      for name, x in curves.items()
+    }
+    means = {name: float(np.mean(values)) for name, values in positions.items()}
+    out.append({"score": means["top1"], "also": means, "positions": positions})
+  return out
+
+
+def _bytes(caches: Caches, rows: int) -> dict[str, int]:
+  """A row's bytes, on the device and the host."""
+  sizes = common.device_bytes(caches), common.host_bytes(caches)
+  return dict(zip(("cache_bytes", "host_bytes"), (size // rows for size in sizes), strict=True))
+
+
+def _padded(texts: Sequence[list[int]], rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+  """Token ids [rows, size] and lengths; rows beyond the texts are empty."""
+  idle: list[list[int]] = [[]] * (rows - len(texts))
+  tokens, lengths = pad([*texts, *idle], multiple=1)
+  return np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths

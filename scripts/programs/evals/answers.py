@@ -1,0 +1,172 @@
+"""Answers to a cell's questions under one method: in a live batch, scored as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.models.decode.batcher import Answer
+from kvjax.models.nn.transformer import Caches
+from kvjax.ops import offload
+from kvjax.programs.evals import walks
+from kvjax.programs.evals.lane import Lane, Said
+from kvjax.programs.evals.plan import TURNS, Cell, Entry, Mode
+from kvjax.programs.evals.task import Row
+
+if TYPE_CHECKING:
+  from kvjax.programs.evals.run import Runner
+
+
+@dataclasses.dataclass
+class _Asked:
+  """A row between its prompt and its result.
+
+  Attributes:
+    index: its number in the cell.
+    timing: seconds so far.
+    facts: what else its result says.
+    scores: of its answers, by the number of the question.
+  """
+
+  index: int
+  timing: dict[str, Any]
+  facts: dict[str, Any]
+  scores: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+class Answers:
+  """The answers of one method to rows of a cell.
+
+  Args:
+    runner: reads questions, and says which programs are new.
+    cell, mode: which rows, and how they are asked.
+    entry: the method, as it is asked for.
+    method: what it is, once a prompt that it repeats has told.
+    capacity: tokens that a row has room for.
+  """
+
+  def __init__(
+    self,
+    runner: Runner,
+    cell: Cell,
+    mode: Mode,
+    entry: Entry,
+    method: kvjax.Method,
+    capacity: int,
+  ):
+    cold = bool(runner.cold("decode", method, cell.length, runner.batch))
+    self._runner, self._cell, self._mode, self._entry = runner, cell, mode, entry
+    self._lane = Lane(runner.model, runner.tokenizer, method, runner.batch, capacity, cold=cold)
+    self._questions = TURNS[mode]
+
+  def enter(
+    self, rows: dict[int, int], logits: jax.Array, caches: Caches, about: dict[str, Any]
+  ) -> Iterator[dict[str, Any]]:
+    """Asks prompts that have been read; results that come until all have entered the batch.
+
+    Args:
+      rows: their places among those that were read, by number in the cell.
+      logits, caches: of the reading.
+      about: seconds, and bytes of a row.
+    """
+    asked = [
+      (place, _Asked(i, {**about["seconds"], "cold": [*about["seconds"]["cold"]]}, about["bytes"]))
+      for i, place in rows.items()
+    ]
+    turns = range(self._questions if self._mode == "reuse" else 1)
+    for turn in turns:
+      mine, held = logits, caches
+      if self._mode in ("agnostic", "reuse"):
+        if turn != turns[-1]:
+          held = offload.rows_of(caches, np.arange(logits.shape[0]))
+        mine, held = self._ask(asked, turn, logits.shape[0], held)
+      for place, one in asked:
+        alone = mine[place : place + 1], offload.rows_of(held, np.array([place]))
+        yield from self._scored(self._put(one, turn, *alone))
+
+  def finish(self) -> Iterator[dict[str, Any]]:
+    """Results of all that are in the batch."""
+    return self._scored(self._lane.drain())
+
+  def _ask(
+    self, asked: Sequence[tuple[int, _Asked]], turn: int, size: int, caches: Caches
+  ) -> tuple[jax.Array, Caches]:
+    """Reads a question about each context into the caches."""
+    prompts = self._cell.prompts
+    texts: list[list[int]] = [[]] * size
+    for place, one in asked:
+      texts[place] = prompts[one.index].tail if turn == 0 else prompts[one.index].other
+    longest = max(len(prompt.tail if turn == 0 else prompt.other) for prompt in prompts)
+    return self._read(texts, longest, caches, [one.timing for _, one in asked])
+
+  def _read(
+    self, texts: list[list[int]], longest: int, caches: Caches, timings: Sequence[dict[str, Any]]
+  ) -> tuple[jax.Array, Caches]:
+    logits, caches, seconds, cold = self._runner.ask(
+      self._cell.length, self._lane.method, texts, longest, caches
+    )
+    for timing in timings:
+      timing["question"] = seconds
+      timing["cold"] += cold
+    return logits, caches
+
+  def _put(self, one: _Asked, turn: int, logits: jax.Array, caches: Caches) -> Iterator[Said]:
+    """Lets a row answer a question that it has read."""
+    visited = walks.visited(self._runner.model, self._lane.method, caches, logits)
+    if visited is not None:
+      one.facts = one.facts | {"visited": round(float(visited[0]), 5)}
+    limit = self._row(one.index, turn).max_new_tokens
+    if self._questions == 1:  # an answer takes what its prompt leaves
+      limit = min(limit, self._cell.length - len(self._cell.prompts[one.index].ids))
+    one.facts = one.facts | {"answer_limit": limit}
+    keep = self._mode == "second" and turn == 0
+    stops = self._cell.task.stop
+    return self._lane.put((one, turn), logits, caches, limit=limit, stop_strings=stops, keep=keep)
+
+  def _row(self, index: int, turn: int) -> Row:
+    row = self._cell.rows[index]
+    if turn == 0:
+      return row
+    assert row.second is not None
+    return row.second
+
+  def _scored(self, said: Iterable[Said]) -> Iterator[dict[str, Any]]:
+    """Results of rows all whose answers are there."""
+    for each in said:
+      (one, turn), answer = each.about, each.answer
+      one.scores[turn] = self._score(self._row(one.index, turn), answer)
+      last = turn == self._questions - 1
+      one.timing |= each.seconds if last else {"first": each.seconds["decode"]}
+      one.timing["cold"] += ["decode" if last else "first"] if each.cold else []
+      if len(one.scores) == self._questions:
+        yield self._result(one)
+      elif answer.caches is not None:
+        prompts = self._cell.prompts
+        text = prompts[one.index].second_after(answer.tokens.tolist())
+        longest = max(len(prompt.second) for prompt in prompts)
+        read = self._read([text], longest, answer.caches, [one.timing])
+        yield from self._scored(self._put(one, 1, *read))
+
+  def _score(self, row: Row, answer: Answer) -> dict[str, Any]:
+    """An answer and what it is worth."""
+    task, text = self._cell.task, answer.text
+    assert text is not None  # the batch has a tokenizer
+    also = {name: scorer(text, row) for name, scorer in task.also.items()}
+    score = task.score(text, row)
+    return {"answer": text, "answer_tokens": len(answer.tokens), "score": score, "also": also}
+
+  def _result(self, one: _Asked) -> dict[str, Any]:
+    score = one.scores[self._questions - 1]
+    if self._questions == 2:
+      first = one.scores[0]
+      score["also"]["first"], score["first_answer"] = first["score"], first["answer"]
+    if self._mode == "reuse":
+      score["also"]["other"] = score["score"]
+      score["score"] = (first["score"] + score["score"]) / 2
+    cell, mode = self._cell, self._mode
+    return self._runner.result(cell, mode, one.index, self._entry, score, one.timing, one.facts)

@@ -307,7 +307,7 @@ def checkpoint(source: str | os.PathLike[str]) -> pathlib.Path:
     ValueError, NotImplementedError, OSError: of `convert`.
   """
   name = os.fspath(source)
-  if name.startswith(HUB) or (_HUB_ID.fullmatch(name) and not os.path.exists(name)):
+  if _of_hub(name):
     path = _fetched(name)
     name = name.rpartition("/")[2]
   else:
@@ -323,12 +323,32 @@ def checkpoint(source: str | os.PathLike[str]) -> pathlib.Path:
   return _kept(cache_dir(), f"{name}-{_content(path)}-v{VERSION}", make)
 
 
-def _fetched(name: str) -> pathlib.Path:
+def config_of(source: str | os.PathLike[str]) -> ModelConfig:
+  """The config of a model, which `checkpoint` takes: no weights are fetched or looked at.
+
+  Raises:
+    ValueError, NotImplementedError, OSError: of `convert`.
+  """
+  name = os.fspath(source)
+  if _of_hub(name):
+    return HuggingFace(_fetched(name, wanted=("config.json",)), weights=False).config
+  path = pathlib.Path(source)
+  if not _published(path):
+    return read_config(path)
+  return GGUF(path).config if path.is_file() else HuggingFace(path, weights=False).config
+
+
+def _of_hub(name: str) -> bool:
+  """True for "hf:owner/name", and for "owner/name" where there is no such folder."""
+  return name.startswith(HUB) or bool(_HUB_ID.fullmatch(name) and not os.path.exists(name))
+
+
+def _fetched(name: str, **which: Any) -> pathlib.Path:
   """A model of the hub; who only names a folder that is not there hears of both."""
   if name.startswith(HUB):
-    return fetch_huggingface(name.removeprefix(HUB))
+    return fetch_huggingface(name.removeprefix(HUB), **which)
   try:
-    return fetch_huggingface(name)
+    return fetch_huggingface(name, **which)
   except (OSError, ImportError) as error:
     raise FileNotFoundError(
       f"{name}: found no such folder, and no model of the hub: {error}"

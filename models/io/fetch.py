@@ -30,7 +30,9 @@ def cache_dir() -> pathlib.Path:
   return pathlib.Path(os.environ.get("KVJAX_CACHE") or "~/.cache/kvjax").expanduser().absolute()
 
 
-def fetch_huggingface(repo: str, *, revision: str | None = None) -> pathlib.Path:
+def fetch_huggingface(
+  repo: str, *, revision: str | None = None, wanted: tuple[str, ...] = _WANTED
+) -> pathlib.Path:
   """A model of the Hugging Face hub as a folder: config, tokenizer and safetensors.
 
   The files lie in huggingface_hub's own cache, and are fetched once. Repositories that ask for a
@@ -39,6 +41,7 @@ def fetch_huggingface(repo: str, *, revision: str | None = None) -> pathlib.Path
   Args:
     repo: "owner/name".
     revision: branch, tag or commit (None: the default branch).
+    wanted: patterns of the files to fetch.
 
   Raises:
     ValueError: `repo` is not of that form.
@@ -49,7 +52,7 @@ def fetch_huggingface(repo: str, *, revision: str | None = None) -> pathlib.Path
 
   try:
     folder = huggingface_hub.snapshot_download(
-      repo, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)
+      repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(_UNWANTED)
     )
   except HFValidationError as error:
     raise ValueError(f"repo: found {repo!r} ({error}), expected 'owner/name'") from error

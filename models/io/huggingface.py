@@ -64,6 +64,7 @@ class HuggingFace(Source):
   Args:
     path: the folder.
     max_context: use the model up to so many tokens (None: as many as it states).
+    weights: whether they have to be there; without them only `config` can be asked for.
 
   Raises:
     FileNotFoundError: the folder, its config, its weights or a shard is missing.
@@ -72,7 +73,9 @@ class HuggingFace(Source):
     NotImplementedError: the architecture or a feature of it is not supported.
   """
 
-  def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
+  def __init__(
+    self, path: str | os.PathLike[str], *, max_context: int | None = None, weights: bool = True
+  ):
     self.path = pathlib.Path(path)
     self._file = self.path / "config.json"
     self._entries = files.read_json(self._file, "a Hugging Face folder")
@@ -88,8 +91,9 @@ class HuggingFace(Source):
       raise ValueError(
         f"{self._file}: found entries of the wrong type ({error}), expected numbers"
       ) from error
-    self._shard_of = self._find_shards()
-    self._check_shards()
+    if weights:
+      self._shard_of = self._find_shards()
+      self._check_shards()
 
   def tokenizer(self) -> Tokenizer:
     """The tokenizer of the folder; raises as `Tokenizer.from_huggingface` does."""

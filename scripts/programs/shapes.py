@@ -1,25 +1,26 @@
-"""Shapes of models that programs are told by name or by folder."""
+"""Shapes of models that programs are told by name: weights are not asked for."""
 
-import pathlib
+import os
+from difflib import get_close_matches
 
 from kvjax.models.io import convert
-from kvjax.models.io.huggingface import HuggingFace
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
 
 
 def shape(name: str) -> ModelConfig:
-  """The configuration of a preset's name, a converted checkpoint or a Hugging Face folder.
+  """The configuration of a preset's name, or of a model as `convert.checkpoint` takes it.
 
   Raises:
     ValueError: it is none of them.
+    ValueError, NotImplementedError, OSError: of `convert.config_of`.
   """
   if name in PRESETS:
     return PRESETS[name]
-  folder = pathlib.Path(name)
-  if not folder.is_dir():
-    known = ", ".join(PRESETS)
-    raise ValueError(f"--model: found {name!r}, expected a folder, or one of: {known}")
-  return (
-    convert.read_config(folder) if convert.is_checkpoint(folder) else HuggingFace(folder).config
+  if "/" in name or name.startswith(convert.HUB) or os.path.exists(name):
+    return convert.config_of(name)
+  near = "".join(f" (did you mean {x}?)" for x in get_close_matches(name, PRESETS, 1))
+  raise ValueError(
+    f"--model: found {name!r}, expected a checkpoint, a Hugging Face folder, a .gguf file, "
+    f"owner/name of the hub, or one of: {', '.join(PRESETS)}{near}"
   )

@@ -62,8 +62,9 @@ class Args:
   """Tables: device (bandwidths), decode, decode_logits, prr; by default the first two."""
   all: bool = False
   """Measure all of them."""
-  model: Annotated[str | None, common.optional("NAME|FOLDER")] = None
-  """Tune for the heads of a model: a shape by name, a checkpoint, a Hugging Face folder."""
+  model: Annotated[str | None, common.optional("MODEL")] = None
+  """Tune for the heads of a model: a shape by name (kvjax.models.nn.presets), a checkpoint, a
+  Hugging Face folder, a .gguf file or a model of the hub (owner/name); only its config is read."""
   only: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Only shapes whose name contains one of these."""
   repetitions: Annotated[int, tyro.conf.arg(metavar="N")] = 5

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from kvjax.models.io import convert
-from kvjax.programs import common
+from kvjax.programs import common, shapes
 from tests import tiny_gguf, tiny_hf
 
 
@@ -95,6 +95,28 @@ def test_models_of_the_hub(sources, tmp_path, monkeypatch):
   (tmp_path / "owner" / "name").mkdir(parents=True)  # a folder of that name comes first
   assert convert.checkpoint("owner/name") == type(tmp_path)("owner/name")
   assert asked == ["owner/name", "owner/name", "runs/x", "runs/x"]
+
+
+def test_configs_are_read_without_weights(sources, tmp_path, monkeypatch):
+  folder, file = sources
+  configs = [convert.open_source(x).config for x in sources]
+  asked = []
+
+  def fetch(repo, **which):
+    asked.append((repo, which))
+    return folder
+
+  monkeypatch.setattr(convert, "fetch_huggingface", fetch)
+  (folder / "model.safetensors").unlink()
+  assert [convert.config_of(x) for x in (folder, file)] == configs
+  assert convert.config_of("hf:owner/name") == convert.config_of("owner/name") == configs[0]
+  assert asked == [("owner/name", {"wanted": ("config.json",)})] * 2
+  assert not (tmp_path / "cache").exists()
+  made = convert.convert(file, tmp_path / "made", progress=False)
+  assert convert.config_of(made) == shapes.shape(str(made)) == configs[1]
+  assert shapes.shape(str(file)) == configs[1] and shapes.shape("owner/name") == configs[0]
+  with pytest.raises(FileNotFoundError, match=r"gone: found no config\.json, expected a"):
+    shapes.shape(str(tmp_path / "gone"))
 
 
 def test_programs_take_them(sources, capsys):

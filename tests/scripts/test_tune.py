@@ -100,7 +100,7 @@ def test_shapes_of_a_model_fit_a_fifth_of_the_memory():
   ("args", "message"),
   [
     (tune.Args(), "found backend cpu, expected a GPU to tune for"),
-    (tune.Args(model="nosuch"), "--model: found 'nosuch', expected a folder, or one of"),
+    (tune.Args(model="nosuch"), "--model: found 'nosuch', expected a checkpoint, a Hugging"),
     (tune.Args(only=("B5",)), "--only: found B5, in no shape's name, expected a part of one of B1"),
   ],
 )

@@ -86,8 +86,16 @@ def expert_bytes(config: ModelConfig, dtype: Any) -> int:
 @functools.cache
 def weight_bytes(config: ModelConfig, dtype: Any) -> tuple[int, int]:
   """Bytes of a model's weights, and of those that no decode step reads."""
-  made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
-  leaves = jax.tree.leaves(nnx.split(made)[1])
-  held = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  one, two = (_held(config, dtype, layers) for layers in (1, 2))  # all layers are of one size
+  held = one + (config.layers - 1) * (two - one)
   unread = 0 if config.tie_embeddings else config.vocab * config.dim * jnp.dtype(dtype).itemsize
   return held, unread
+
+
+def _held(config: ModelConfig, dtype: Any, layers: int) -> int:
+  """Bytes of the weights of a model with so many layers."""
+  windows = config.windows and config.windows[:1] * layers
+  config = dataclasses.replace(config, layers=layers, windows=windows)
+  made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
+  leaves = jax.tree.leaves(nnx.split(made)[1])
+  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

@@ -97,6 +97,8 @@ def test_a_user_names_a_device_by_a_part():
     40e9,
     94e9,
   ]
+  assert [devices.named(x).name for x in ("a10", "l4", "4090")] == ["a10", "l4", "rtx-4090"]
+  assert devices.device("NVIDIA L40S").memory == 48e9
   with pytest.raises(ValueError, match="device: found 'b300', expected a part of one of nvidia-h"):
     devices.named("b300")
 

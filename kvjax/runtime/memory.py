@@ -128,18 +128,8 @@ def _explanation(
   )
 
 
-def fitting(
-  method: Method,
-  spec: CacheSpec,
-  room: int,
-  mesh: Mesh | None = None,
-  *,
-  apart: bool | None = None,
-) -> str:
-  """In words, the largest setting whose caches fit in `room` bytes of each device.
-
-  `apart` as for `plan_memory`.
-  """
+def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
+  """In words, the largest setting whose caches fit in `room` bytes of each device."""
   budget = None if method.traits.positional else _budget(method)
   if budget is None:
     parts = sharding.shards(mesh, "slots") if mesh is not None else 1
@@ -147,10 +137,10 @@ def fitting(
     def with_capacity(n: int) -> Any:
       return dataclasses.replace(spec, capacity=n * parts), method
 
-    most = _largest(with_capacity, spec.capacity // parts, room, mesh, apart) * parts
+    most = _largest(with_capacity, spec.capacity // parts, room, mesh) * parts
     name, have = "capacity", spec.capacity
   else:
-    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh, apart)
+    most = _largest(lambda n: (spec, _with_budget(method, n)), budget, room, mesh)
     name, have = "budget", budget
   if most >= have:
     return "the caches would fit, what a prompt takes does not: read it in chunks, or in fewer rows"
@@ -160,11 +150,7 @@ def fitting(
 
 
 def _largest(
-  make: Callable[[int], tuple[CacheSpec, Method]],
-  most: int,
-  room: int,
-  mesh: Mesh | None,
-  apart: bool | None = None,
+  make: Callable[[int], tuple[CacheSpec, Method]], most: int, room: int, mesh: Mesh | None
 ) -> int:
   """The largest n up to `most` whose caches fit; 0 if none does."""
 
@@ -173,7 +159,7 @@ def _largest(
       spec, method = make(n)
     except (ValueError, TypeError):  # methods refuse budgets that are too small for them
       return None
-    return plan_memory(spec, method, mesh, apart=apart).device
+    return plan_memory(spec, method, mesh).device
 
   low, high = 0, most + 1  # low fits, is refused or is 0; high does not fit
   while high - low > 1:

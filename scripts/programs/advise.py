@@ -1,218 +1,78 @@
-"""List the methods that fit a model, a context and a device: memory, time, quality.
+"""Recommend methods for a model, a context and a device, by memory, time and quality.
 
     kvjax advise --model Llama-3.1-8B --length 131072 --device h100
-    kvjax advise --model run/checkpoint --length 32768 --batch 8 --memory 24 \\
-        --bandwidth 0.9 --budgets 1024 4096 --rows run
+    kvjax advise --model Qwen/Qwen3-8B --length 32768 --batch 8 --device rtx-4090
+    kvjax advise --model Qwen3-8B --methods ltri infllm --budgets 1024 4096 --memory 24
+    kvjax advise --model FOLDER --length 32768 --rows run --all
 
 Nothing runs and no weights are read. Bytes come from the shapes of the caches and from a traced
 step, milliseconds from bytes and launches (`kvjax.programs.step_time`, launches as on an H200),
-quality from stored rows of evaluations. These may be of another model: each line names it.
+quality from stored rows of evaluations, which may be of another model: the notes name it.
 """
 
 import dataclasses
+import json
 import pathlib
-from typing import Annotated
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-import jax.numpy as jnp
+import jax
 import tyro
 
 import kvjax
 from kvjax.kernels.common import devices
 from kvjax.kernels.common.devices import Device
-from kvjax.models.decode.step_bytes import StepBytes, step_bytes, weight_bytes
-from kvjax.models.nn.config import ModelConfig
+from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import common, console, installed, shapes, step_time
-from kvjax.programs.evals import plan
+from kvjax.programs.evals import families
+from kvjax.programs.evals.advice import SAME, SHARES, Advice, Case, considered, recommended
 from kvjax.programs.evals.nearest import Kept, Rows
+from kvjax.programs.evals.stats import estimate
 from kvjax.runtime import memory
 
 # A wheel has the rows of one run beside the programs, a checkout the results of all.
 _WITH = installed.FOLDER if (installed.FOLDER / "results").is_dir() else installed.FOLDER.parent
 ROWS = _WITH / "results" / "nvidia-h200" / "real"
-HEAD = (
-  *("method", "budget", "GB device", "GB host", "GB a step", "ms a token"),
-  *("score", "95 % interval", "n", "of full", "nearest rows", "risk"),
-)
+WIDTH = 80
 
 # Where the bandwidth of a device is from (`Device.source`), in words.
 NOMINAL = f"{devices.REACHED:g} of the nominal bandwidth"
-READS = {"measured": "a measured read", "driver": NOMINAL, "name": NOMINAL, "given": "as given"}
+READS = {"measured": "measured", "driver": NOMINAL, "name": NOMINAL, "given": "as given"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Lists the methods that fit a device, fastest first: memory, time a token, quality, risk."""
+  """Recommends one to three methods that fit a device, with the commands to try them."""
 
-  model: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "Llama-3.1-8B"
-  """A shape by name (kvjax.models.nn.presets), a converted checkpoint, or a Hugging Face folder."""
+  model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "Llama-3.1-8B"
+  """A shape by name (kvjax.models.nn.presets), a checkpoint, a Hugging Face folder, a .gguf file or
+  a model of the hub (owner/name), of which only the config is fetched."""
   length: int = 131072
   """Tokens of the context, prompt and answer together."""
   batch: int = 1
   """Rows that decode together."""
-  device: Annotated[str, tyro.conf.arg(metavar="NAME")] = "h200"
-  """The device, by a part of its name: one that was measured, or h100-pcie, h100-nvl, a100 …"""
+  device: Annotated[str | None, common.optional("NAME")] = None
+  """The device, by a part of its name: h100, h200, a100, l40s, l4, a10, rtx-4090, rtx-3090, or one
+  that `kvjax tune` measured; by default the GPU of this machine, else an H200."""
   memory: Annotated[float | None, common.optional("GB")] = None
   """Memory, 10⁹ bytes, of which a twentieth is left free; by default the device's."""
-  budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|SHARE ...")] = ("1024", "4096")
-  """Tokens that a method keeps or reads, or shares of the length."""
-  methods: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
-  """Methods, as `evaluate` takes them; by default all registered ones."""
   bandwidth: Annotated[float | None, common.optional("TB/S")] = None
   """Bandwidth of a streaming read of the device's memory; by default the device's own."""
+  methods: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
+  """Methods to list, as `evaluate` takes them; by default those that have scores are compared."""
+  budgets: Annotated[tuple[str, ...], common.optional("N|SHARE ...")] = ()
+  """Tokens that a method keeps or reads, or shares of the length; by default those with scores."""
   rows: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Results of `evaluate`; by default those of Qwen2.5-Coder-1.5B-Instruct on an H200."""
   tasks: Annotated[tuple[str, ...], common.optional("NAME ...")] = ()
   """Tasks whose scores count; by default all of the folder's except given texts."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-  """A method with a budget, on one device.
-
-  Attributes:
-    name, budget: as the command line names it; no budget where the method has none.
-    method: the instance.
-    device, host: bytes of weights and caches on the device, of caches on the host.
-    moved: what a step moves.
-    seconds: of a step, at most where `moved.bound`; a token of each row.
-    least: seconds of a step whose retrievals are shared where that is possible, and whose guesses
-      hit.
-    kept: the nearest rows of evaluations, if there are any.
-    risk: what the method does that the full cache does not, in words.
-    fits: whether weights and caches leave a twentieth of the device's memory.
-  """
-
-  name: str
-  budget: int | None
-  method: kvjax.Method
-  device: int
-  host: int
-  moved: StepBytes
-  seconds: float
-  least: float
-  kept: Kept | None
-  risk: str
-  fits: bool
-
-
-def advise(
-  config: ModelConfig,
-  length: int,
-  batch: int,
-  room: int,
-  *,
-  budgets: tuple[str, ...] = ("1024", "4096"),
-  methods: tuple[str, ...] = (),
-  here: Device,
-  rows: Rows | None = None,
-) -> list[Advice]:
-  """Every method with every budget: those that fit first, both parts by expected seconds.
-
-  Args:
-    config: the model's sizes; weights and caches are bfloat16.
-    length: tokens of the context.
-    batch: rows.
-    room: bytes of the device's memory.
-    budgets, methods: as `kvjax.programs.evaluate` takes them; no methods: all registered ones.
-    here: the device, of which the bandwidths count.
-    rows: of evaluations; None: no quality.
-
-  Raises:
-    ValueError: a method, a field or a budget is not one, or a size is below 1.
-  """
-  spec = config.cache_spec(batch, length, jnp.bfloat16)
-  weights, _ = weight_bytes(config, jnp.bfloat16)
-  made = []
-  for entry in plan.entries(methods or tuple(kvjax.METHODS), budgets, length):
-    method = entry.method
-    moved = step_bytes(config, method, batch, length)
-    caches = kvjax.plan_memory(spec, method, apart=True)
-    seconds = step_time.expected(moved, method.traits.by_layer, here)
-    made.append(
-      Advice(
-        name=entry.label,
-        budget=entry.budget,
-        method=method,
-        device=weights + caches.device,
-        host=caches.host,
-        moved=moved,
-        seconds=seconds,
-        least=step_time.least(moved, method.traits.by_layer, here),
-        kept=rows.nearest(entry.label, length, entry.budget) if rows else None,
-        risk=risk(method, moved, caches, length),
-        fits=caches.device <= left_for_caches(config, room),
-      )
-    )
-  return sorted(made, key=lambda x: (not x.fits, x.seconds))
-
-
-def left_for_caches(config: ModelConfig, room: int) -> int:
-  """Bytes of a device of `room` bytes that weights leave, less a twentieth."""
-  return int(room * (1 - memory.SPARE)) - weight_bytes(config, jnp.bfloat16)[0]
-
-
-def refused(found: list[Advice], config: ModelConfig, length: int, batch: int, room: int) -> str:
-  """Methods that do not fit, a line for each method at its least budget, with what would."""
-  spec, left = config.cache_spec(batch, length, jnp.bfloat16), left_for_caches(config, room)
-  least: dict[str, Advice] = {}
-  for x in sorted(found, key=lambda x: x.budget or 0):
-    if not x.fits:
-      least.setdefault(x.name, x)
-  if left <= 0:
-    return "  The weights alone do not fit: take more devices, or a smaller model."
-  lines = []
-  for x in least.values():
-    budget = "" if x.budget is None else f" {x.budget:,}"
-    would = memory.fitting(x.method, spec, left, apart=True)
-    lines.append(f"  {x.name}{budget}: {x.device / 1e9:.2f} GB do not fit; {would}")
-  return "\n".join(lines)
-
-
-def risk(method: kvjax.Method, moved: StepBytes, caches: kvjax.MemoryPlan, length: int) -> str:
-  """Risk of a method beside the full cache, from what it states and what a step reads."""
-  unseen = any(not x.chosen and x.attended < length for x in moved.layers)
-  if caches.host:
-    said = ["keeps all, most on the host", "reads a part"]
-  elif not method.traits.positional:
-    said = ["drops tokens"]
-  elif any(x.chosen for x in moved.layers):
-    said = ["keeps all", "reads a part"]
-  elif unseen:
-    said = ["keeps all", "some layers see a window"]
-  elif any(x.bound for x in moved.layers):
-    said = ["keeps all", "may stop early"]
-  else:
-    said = ["keeps and reads all"]
-  return ", ".join(
-    [*said, *["prompt not exact"] * (not kvjax.families.forms.dense_prefill(method))]
-  )
-
-
-def row(x: Advice) -> list[str]:
-  """A line of the table."""
-  quality = ["", "", "", "", "none"]
-  if x.kept is not None:
-    score = x.kept.score
-    interval = f"{score.low:.0%} – {score.high:.0%}"
-    relative = f"{score.mean / x.kept.full:.0%}" if x.kept.full else ""
-    quality = [f"{score.mean:.1%}", interval, f"{score.n:,}", relative, str(x.kept)]
-  return [
-    x.name,
-    "–" if x.budget is None else f"{x.budget:,}",
-    f"{x.device / 1e9:.2f}",
-    f"{x.host / 1e9:.2f}" if x.host else "",
-    f"{x.moved.device / 1e9:.2f}",
-    f"{_before(x)}{x.seconds * 1e3:.2f}",
-    *quality,
-    x.risk,
-  ]
-
-
-def _before(x: Advice) -> str:
-  """Text before the milliseconds: nothing, the least, or that they are the most."""
-  if x.least < x.seconds:
-    return f"{x.least * 1e3:.2f} – "
-  return "≤ " if x.moved.bound else ""
+  all: bool = False
+  """List every method that has scores, which takes longer."""
+  json: bool = False
+  """Print one JSON object, in bytes and seconds."""
 
 
 def main(args: Args) -> None:
@@ -220,59 +80,183 @@ def main(args: Args) -> None:
   for name in ("memory", "bandwidth"):
     if (value := getattr(args, name)) is not None and not value > 0:
       raise ValueError(f"--{name}: found {value}, expected more than 0")
-  here = device(args)
-  config = shapes.shape(args.model)
-  rows = Rows(args.rows or ROWS, args.tasks) if args.rows or ROWS.is_dir() else None
-  given = {"budgets": args.budgets, "methods": args.methods, "rows": rows}
-  room = int(here.memory if args.memory is None else args.memory * 1e9)
-  size = args.length, args.batch, room
-  with console.step(f"{args.model}: tracing a step of every method"):
-    found = advise(config, *size, here=here, **given)  # type: ignore[arg-type]
-  fits = [x for x in found if x.fits]
-  console.heading(
-    f"{args.model}, {args.length:,} tokens, batch {args.batch}, a device of {room / 1e9:g} GB: "
-    f"{len(fits)} of {len(found)} fit"
-  )
-  if fits:
-    print(console.table(HEAD, [row(x) for x in fits], left=(0, 10, 11)))
-  if len(fits) < len(found):
-    print(refused(found, config, *size))
-  print("\n" + "\n".join(f"  {note}" for note in notes(args, here, found)))
+  case = Case(shapes.shape(args.model), args.length, args.batch, device(args))
+  full = Advice(case, "full", None, kvjax.Full())
+  if not args.json:
+    print(beginning(args.model, case, full), flush=True)
+  rows = Rows(args.rows or ROWS, args.tasks)
+  with console.step("tracing steps", sys.stderr, fleeting=True):
+    found = considered(case, rows, args.methods, args.budgets) if case.fits else [full]
+    chosen = recommended(found)
+    shown = [found[0], *chosen.values()]
+    if args.all or args.methods:
+      shown = sorted(found, key=lambda x: (x.over, x.over or x.seconds))
+    then = commands(args, list(chosen.values())) if chosen else []
+    if args.json:
+      said = json.dumps({"model": args.model, **described(case, shown, chosen), "commands": then})
+    else:
+      said = report(shown, rows, ending(found[0], chosen), then) if case.fits else ""
+  print(said)
 
 
 def device(args: Args) -> Device:
-  """The device that the arguments name, with the bandwidth that they give.
+  """The device that the arguments name, with the memory and the bandwidth that they give.
 
   Raises:
     ValueError: there is no such device.
   """
-  try:
-    here = devices.named(args.device)
-  except ValueError as error:
-    raise ValueError(f"--{error}") from None
-  if args.bandwidth is None:
-    return here
-  return dataclasses.replace(here, read=args.bandwidth * 1e12, source="given")
+  if args.device is None and jax.default_backend() == "gpu":
+    here = devices.this_device()
+  else:
+    try:
+      here = devices.named(args.device or "h200")
+    except ValueError as error:
+      raise ValueError(f"--{error}") from None
+  if args.memory is not None:
+    here = dataclasses.replace(here, memory=args.memory * 1e9)
+  if args.bandwidth is not None:
+    here = dataclasses.replace(here, read=args.bandwidth * 1e12, source="given")
+  return here
 
 
-def notes(args: Args, here: Device, found: list[Advice]) -> list[str]:
-  """Notes for readers of the table."""
-  said = [
-    f"ms a token: of each row, in a compiled loop; bytes at {here.read / 1e12:.2f} TB/s, "
-    f"{READS[here.source]} of {here.name}; launches as on an H200",
-    "a – b: as queries share what was retrieved; ≤: at most, data decide (stops, hits, what the "
-    "device has already)",
-    "score: mean over the tasks of the nearest rows, which differ between methods; of full: over "
-    "the full cache's on the same rows",
-  ]
-  if args.batch > step_time.ROWS:
-    said.append(
-      f"checked at batches up to {step_time.ROWS}; products of larger ones may take longer"
+# ---- in words
+
+
+def beginning(model: str, case: Case, full: Advice) -> str:
+  """The case, and whether weights and the full cache fit, or by how much they do not."""
+  title = f"{model}, {case.length:,} tokens, batch {case.batch}"
+  here = f"{case.here.name}: {gb(case.here.memory)}, {case.here.read / 1e12:.2f} TB/s"
+  caches, usable = gb(full.caches.device), f"the {gb(case.usable)} that may be filled"
+  what = f"{gb(case.weights)} of weights" + f" and {caches} of full cache" * case.fits
+  over = (full.device if case.fits else case.weights) - case.usable
+  if over > 0:
+    them = "both" if case.fits else f"them and {caches} of full cache"
+    whole = gb(full.device / (1 - memory.SPARE))
+    said = (
+      f"{what} do not fit: {gb(over)} more than {usable}. A device of {whole} would hold {them}."
     )
-  kept = [x.kept.length for x in found if x.kept]
-  if kept and args.length > 2 * max(kept):
-    said.append(f"no rows are near {args.length:,} tokens: scores are of shorter contexts")
-  return said
+  else:
+    said = f"{what} fit: {gb(-over)} are left of {usable}."
+  return f"{title}\n{here}\n\n{filled(said)}"
+
+
+def report(shown: Sequence[Advice], rows: Rows, advice: str, then: Sequence[str]) -> str:
+  """The table, what is recommended, the next commands, and notes."""
+  case = shown[0].case
+  told = [filled(x, "    ", " \\") for x in then and ("Next:", *then)]
+  parts = table(shown, rows.lengths(case.length)), advice, "\n".join(told), notes(case, shown, rows)
+  return "\n" + "\n\n".join(filter(None, parts))
+
+
+def table(shown: Sequence[Advice], lengths: Sequence[int]) -> str:
+  """Methods with memory, time, and the share of the full cache's score at each length."""
+  hosted = any(x.caches.host for x in shown)
+  head = ("method", "budget", "GB", *["on host"] * hosted, "ms a token", *map(tokens, lengths))
+  rows = []
+  for x in shown:
+    budget = "–" if x.budget is None else f"{x.budget:,}"
+    sizes = [f"{size / 1e9:.1f}" for size in (x.device, *[x.caches.host] * hosted)]
+    rows.append([x.name, budget, *sizes, time(x), *(score(x, kept) for kept in x.scores)])
+  return console.table(head, rows)
+
+
+def gb(size: float) -> str:
+  return f"{size / 1e9:.1f} GB"
+
+
+def tokens(length: int) -> str:
+  return f"{length >> 10}K" if length % 1024 == 0 else f"{length:,}"
+
+
+def time(x: Advice) -> str:
+  """Milliseconds of a step: a number, the least and the most, or the most."""
+  if x.over:
+    return f"{gb(x.over)} over"
+  if x.least < x.seconds:
+    return f"{x.least * 1e3:.1f} – {x.seconds * 1e3:.1f}"
+  return f"{'≤ ' * x.moved.bound}{x.seconds * 1e3:.1f}"
+
+
+def score(x: Advice, kept: Kept | None) -> str:
+  """The share of the full cache's score, with a mark if rows had another share as budget."""
+  if kept is None or kept.of_full is None:
+    return "–"
+  return f"{kept.of_full:.0%}{'*' * (not 1 / SAME <= kept.share / x.share <= SAME)}"
+
+
+def ending(full: Advice, chosen: dict[str, Advice]) -> str:
+  """The recommended methods, or what else to do."""
+  keeps = f"keeps {SHARES[-1]:.0%} of the full cache's score"
+  if chosen:
+    said = (
+      f"{x.name}: the {why} tokens. Risk: {families.of(x.name).risk}." for why, x in chosen.items()
+    )
+  elif full.over:
+    said = [f"No method that {keeps} fits. --all says what others lack."]
+  else:
+    said = [f"Take the full cache: no method that {keeps} is a tenth faster or smaller."]
+  return "\n".join(map(filled, said))
+
+
+def filled(text: str, begin: str = "  ", end: str = "") -> str:
+  """The text in lines of at most `WIDTH`, which after the first have a `begin`."""
+  width, how = WIDTH - len(end), {"break_on_hyphens": False, "break_long_words": False}
+  return f"{end}\n".join(textwrap.wrap(text, width, subsequent_indent=begin, **how))
+
+
+def commands(args: Args, chosen: Sequence[Advice]) -> list[str]:
+  """Commands that try the first of some methods, measure all on the model, and use the scores."""
+  model = shlex.quote(args.model)
+  loaded = "MODEL" if args.model in PRESETS else model
+  names = [shlex.quote(x.name) for x in chosen]
+  budgets = [str(x.budget) for x in chosen if x.budget]
+  one = f" --budget {chosen[0].budget}" if chosen[0].budget else ""
+  many = " ".join(["", "--budgets", *dict.fromkeys(budgets)]) if budgets else ""
+  length = f"--length {args.length}"
+  return [
+    f"kvjax generate QUESTION --context-file FILE --checkpoint {loaded} --method {names[0]}{one}",
+    f"kvjax evaluate --checkpoint {loaded} --lengths {args.length} --methods {' '.join(names)}"
+    f"{many} --out run",
+    f"kvjax advise --model {model} {length} --rows run",
+  ]
+
+
+def notes(case: Case, shown: Sequence[Advice], rows: Rows) -> str:
+  """Notes for readers of the table."""
+  lengths = rows.lengths(case.length)
+  marked = any(score(x, kept).endswith("*") for x in shown for kept in x.scores)
+  said = [
+    f"{', '.join(map(tokens, lengths))}: score of {rows.model} at that length over the full "
+    f"cache's on the same prompts{'; *: with another share of the length as budget' * marked}.",
+    f"ms a token: of each row, in a compiled loop; bandwidth {READS[case.here.source]}, launches "
+    "as on an H200. Data decide where it is a range, or ≤.",
+  ]
+  if case.length not in lengths:
+    said.append(f"No scores are of {case.length:,} tokens.")
+  if case.batch > step_time.ROWS:
+    said.append(f"Checked at batches up to {step_time.ROWS}; larger ones may take longer.")
+  if case.length > case.config.max_context:
+    said.append(f"The model was made for {case.config.max_context:,} tokens.")
+  return "\n".join(map(filled, said))
+
+
+def described(case: Case, shown: Sequence[Advice], chosen: dict[str, Advice]) -> dict[str, Any]:
+  """The case and the table with all numbers, in bytes and seconds."""
+  methods = []
+  for x in shown:
+    why = [reason for reason, best in chosen.items() if best is x]
+    times = {} if x.over else {"seconds": x.seconds, "least": x.least, "moved": x.moved.device}
+    scores = [
+      {"length": kept.length, "budget": kept.budget, "of_full": kept.of_full}
+      | dataclasses.asdict(estimate(kept.values))
+      for kept in x.scores
+      if kept
+    ]
+    sizes = {"device": x.device, "host": x.caches.host, "over": x.over}
+    named = {"method": x.name, "budget": x.budget, "recommended": why}
+    methods.append(named | sizes | times | {"scores": scores, "risk": families.of(x.name).risk})
+  asked = {"length": case.length, "batch": case.batch, "device": dataclasses.asdict(case.here)}
+  return asked | {"weights": case.weights, "usable": case.usable, "methods": methods}
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ _EXAMPLES = """examples:
   kvjax chat --method quest --budget 512
   kvjax convert hf:Qwen/Qwen2.5-0.5B-Instruct qwen
   kvjax generate "Name three rivers." --checkpoint qwen --method snapkv
-  kvjax advise --model Llama-3.1-8B --length 131072 --memory 80
+  kvjax advise --model Llama-3.1-8B --length 131072 --device h100
   kvjax evaluate --tasks ruler needle --methods snapkv quest --out run
 """
 

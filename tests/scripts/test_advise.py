@@ -3,17 +3,25 @@
 import dataclasses
 import json
 import pathlib
+import re
+import time
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import kvjax
 from kvjax import plan_memory
 from kvjax.kernels.common import devices
+from kvjax.methods import labels
 from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
 from kvjax.models.nn.presets import PRESETS
+from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import advise, step_time
-from kvjax.programs.evals.nearest import Rows
+from kvjax.programs.evals import store
+from kvjax.programs.evals.advice import Advice, Case, considered, recommended
+from kvjax.programs.evals.nearest import Kept, Rows
 from tests.eval_rows import row, write
 
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
@@ -96,71 +104,105 @@ def test_a_narrower_memory_takes_longer():
   assert slow - fast == pytest.approx(moved.device * (1e-12 - 0.25e-12))
 
 
-@pytest.mark.slow
-def test_what_fits_comes_first_by_time():
-  """At 128K tokens a device of 24 GB has room for the weights, and for caches of few tokens."""
-  how = {"here": H200, "budgets": ("1024", "8192"), "methods": ("quest", "snapkv", "infllm")}
-  found = advise.advise(LLAMA, 131072, 1, int(24e9), **how)
-  assert [(x.name, x.budget, x.fits) for x in found] == [
-    ("snapkv", 1024, True),
-    ("snapkv", 8192, True),
-    *sorted(((x.name, x.budget, True) for x in found if x.name == "infllm"), key=lambda x: x[1]),
-    ("quest", 1024, False),
-    ("quest", 8192, False),
-    ("full", None, False),
-  ]
-  spec = LLAMA.cache_spec(1, 131072, jnp.bfloat16)
-  for x in found:
-    caches = plan_memory(spec, x.method, apart=True)
-    assert x.device == caches.device + weight_bytes(LLAMA, jnp.bfloat16)[0]
-    assert x.host == caches.host
-    assert (x.host > 0) == (x.name == "infllm")
+def case(memory, length=32768, batch=1, config=LLAMA):
+  return Case(config, length, batch, dataclasses.replace(H200, memory=memory))
+
+
+def advised(name, budget, where, *scores):
+  """A method as the table has it, with shares of the full cache's score at as many lengths."""
+  kept = tuple(Kept(n, n // 8, (x,), 1.0) for n, x in zip((4096, 1024), scores, strict=False))
+  return Advice(where, name, budget, labels.instance(name, budget or 1), kept)
 
 
 def test_milliseconds_say_what_data_decide():
   """A range where retrievals are shared, a bound where walks may end early, else a number."""
-  how = {"here": H200, "budgets": ("512",), "methods": ("cis", "art")}
-  found = advise.advise(LLAMA, 32768, 1, 10**12, **how)
-  said = {x.name: advise.row(x)[5] for x in found}
-  cis = next(x for x in found if x.name == "cis")
+  where = case(1e12)
+  cis, art, full = (advised(*x, where) for x in (("cis", 512), ("art", None), ("full", None)))
   keys = 32768 * 8 * 128 * 2 * 32
   assert cis.seconds - cis.least == pytest.approx(keys * 15 / 16 / H200.read)
-  assert said["cis"] == f"{cis.least * 1e3:.2f} – {cis.seconds * 1e3:.2f}"
-  assert said["art"] == f"≤ {said['full']}"
+  assert advise.time(cis) == f"{cis.least * 1e3:.1f} – {cis.seconds * 1e3:.1f}"
+  assert advise.time(art) == f"≤ {advise.time(full)}"
+  lacking = dataclasses.replace(full, case=case(20e9))
+  assert advise.time(lacking) == f"{(full.device - 19e9) / 1e9:.1f} GB over"
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_says_what_would():
-  size = LLAMA, 131072, 1, int(24e9)
-  found = advise.advise(*size, here=H200, budgets=("1024", "2048"), methods=("quest",))
-  lines = advise.refused(found, *size).splitlines()
-  assert [line.split()[0] for line in lines] == ["full:", "quest"]
-  assert "quest 1,024: 34.3" in lines[1]
-  assert "a capacity of" in lines[1]
-  none = LLAMA, 1024, 1, int(10e9)
-  found = advise.advise(*none, here=H200, methods=("full",))
-  assert "weights alone" in advise.refused(found, *none)
+@pytest.mark.parametrize("name", ["full", "infllm", "snapkv"])
+def test_sizes_are_those_of_weights_and_caches(name):
+  found = advised(name, 1024, case(24e9, 8192))
+  caches = plan_memory(LLAMA.cache_spec(1, 8192, jnp.bfloat16), found.method, apart=True)
+  assert found.device == caches.device + weight_bytes(LLAMA, jnp.bfloat16)[0]
+  assert found.caches.host == caches.host
+  assert (caches.host > 0) == (name == "infllm")
 
 
-@pytest.mark.core(3)
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Gemma-2-2B", "gpt-oss-20B"])
+def test_weights_are_those_of_all_layers(name):
+  config = PRESETS[name]
+  made = nnx.eval_shape(lambda: Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+  leaves = jax.tree.leaves(nnx.split(made)[1])
+  assert weight_bytes(config, jnp.bfloat16)[0] == sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+# ---- what is recommended
+
+
+TOLD = (
+  ("quest", 4096, 0.99, 0.99),  # reads a part: loses no token
+  ("snapkv", 4096, 0.98, 0.99),  # keeps a part
+  ("streaming_llm", 4096, 0.91, 0.99),
+  ("tova", 4096, 0.5, 0.99),
+)
+
+
 @pytest.mark.parametrize(
-  ("name", "risk"),
+  ("memory", "told", "want"),
   [
-    ("full", "keeps and reads all"),
-    ("art", "keeps all, may stop early"),
-    ("quest", "keeps all, reads a part"),
-    ("prr", "keeps all, reads a part"),
-    ("cpe", "keeps all, reads a part, prompt not exact"),
-    ("psaw", "keeps all, some layers see a window, prompt not exact"),
-    ("etf", "keeps and reads all, prompt not exact"),
-    ("tova", "drops tokens"),
-    ("streaming_llm", "drops tokens, prompt not exact"),
-    ("infllm", "keeps all, most on the host, reads a part, prompt not exact"),
+    (80e9, TOLD, {"fastest to keep 98%": "snapkv", "fastest to keep all tokens and 98%": "quest"}),
+    (19e9, TOLD, {"fastest to keep 98%": "snapkv"}),  # all of the cache has no room there
+    (80e9, TOLD[2:], {"fastest to keep 90%": "streaming_llm"}),  # where nothing keeps 98 %
+    (80e9, TOLD[3:], {}),
+    (17e9, TOLD, {}),
   ],
 )
-def test_risk_is_what_the_method_states(name, risk):
-  found = advise.advise(LLAMA, 8192, 1, 10**12, here=H200, methods=(name,), budgets=("512",))
-  assert [x.risk for x in found if x.name == name] == [risk]
+def test_what_is_recommended(memory, told, want):
+  """At 32,768 tokens Llama's caches are 4.3 GB beside 16.1 GB of weights."""
+  where = case(memory, 131072 if memory == 80e9 else 32768)
+  budget = where.length // 8
+  found = [advised("full", None, where, 1.0, 1.0)]
+  found += [advised(name, budget, where, *scores) for name, _, *scores in told]
+  chosen = recommended(found)
+  score = " of the full cache's score at 4,096"
+  assert {why.removesuffix(score): x.name for why, x in chosen.items()} == want
+
+
+def test_scores_at_the_nearest_length_come_first():
+  """One of a shorter length counts where nothing else serves, and one of larger budgets never."""
+  where = case(80e9, 131072)
+  full = advised("full", None, where, 1.0, 1.0)
+  quest, snapkv, tova = (
+    dataclasses.replace(x, scores=scores)
+    for x, scores in (
+      (advised("quest", 16384, where), full.scores),
+      (advised("snapkv", 16384, where), (None, full.scores[1])),
+      (advised("tova", 1024, where), full.scores),
+    )
+  )
+  why = "fastest to keep 98% of the full cache's score at"
+  assert recommended([full, quest, snapkv, tova])[f"{why} 4,096"] is quest
+  assert recommended([full, snapkv, tova])[f"{why} 1,024"] is snapkv
+  assert recommended([full, tova]) == {}
+
+
+def test_the_least_budget_is_enough():
+  where = case(80e9, 131072)
+  full, *others = (
+    advised(name, budget, where, 1.0)
+    for name, budget in (("full", None), ("snapkv", 65536), ("snapkv", 16384), ("snapkv", 32768))
+  )
+  assert [x.budget for x in recommended([full, *others]).values()] == [16384]
+
+
+# ---- the scores
 
 
 @pytest.fixture
@@ -168,54 +210,172 @@ def rows(tmp_path):
   """Eight rows of a cell: Quest's first half right, the full cache's all."""
   made = []
   for i in range(8):
-    made += [row("needle", "full", None, i, 1.0, n) for n in (1024, 4096)]
-    made += [row("needle", "quest", n // 4, i, float(i < 4), n) for n in (1024, 4096)]
+    for n in (256, 1024, 4096):
+      made.append(row("needle", "full", None, i, 1.0, n))
+      made += [row("needle", "random", n // 4, i, 0.0, n), row("needle", "art", None, i, 1.0, n)]
+      made.append(row("needle", "quest", n // 4, i, float(i < 4), n))
     made.append(row("needle", "quest", 64, i, 0.0, 4096))
+    made.append(row("needle", "duo_attention:pattern=lost.tsv", 512, i, 0.0, 4096))
     made.append(row("kl", "quest", 1024, i, 0.5, 4096, positions=[1]))
   return write(tmp_path, made, model="tiny")
 
 
 @pytest.mark.parametrize(
-  ("length", "budget", "near"),
-  [
-    (131072, 32768, (4096, 1024, 0.5)),
-    (131072, 1024, (4096, 64, 0.0)),
-    (1000, 256, (1024, 256, 0.5)),
-    (2100, 32, (4096, 64, 0.0)),
-    (2000, 32, (1024, 256, 0.5)),
-  ],
+  ("length", "lengths"),
+  [(131072, [4096, 1024]), (1000, [1024, 256]), (2048, [4096, 1024]), (16, [256, 1024])],
 )
-def test_nearest_rows_by_length_then_by_share(rows, length, budget, near):
-  kept = Rows(rows).nearest("quest", length, budget)
-  assert (kept.length, kept.budget, kept.score.mean) == near
-  assert (kept.score.n, kept.full, kept.model) == (8, 1.0, "tiny")
-  assert kept.score.low <= kept.score.mean <= kept.score.high
+def test_nearest_lengths(rows, length, lengths):
+  assert Rows(rows).lengths(length) == lengths
+
+
+@pytest.mark.parametrize(
+  ("at", "share", "budget", "of_full"),
+  [(4096, 1 / 4, 1024, 0.5), (4096, 1 / 128, 64, 0.0), (1024, 1 / 128, 256, 0.5)],
+)
+def test_nearest_rows_by_share(rows, at, share, budget, of_full):
+  kept = Rows(rows).nearest("quest", at, share)
+  assert (kept.length, kept.budget, kept.of_full, len(kept.values)) == (at, budget, of_full, 8)
 
 
 def test_methods_without_rows_have_no_quality(rows):
-  assert Rows(rows).nearest("tova", 4096, 512) is None
-  assert Rows(rows).nearest("full", 4096, None).budget is None
+  assert Rows(rows).nearest("tova", 4096, 0.1) is None
+  assert Rows(rows).nearest("full", 4096, 1.0).budget is None
   with pytest.raises(ValueError, match="--tasks: found ruler, expected some of: needle"):
     Rows(rows, ["ruler"])
+  write(rows, [row("needle", "full", None, 0, 1.0, mode="reuse")], model="tiny")
+  with pytest.raises(ValueError, match="found no answers in the mode aware, expected some"):
+    Rows(rows)
+
+
+def test_methods_of_the_rows_are_considered(rows):
+  """With the budgets of the rows, as shares; no control, and none whose file is not here."""
+  where, held = case(80e9, 8192), Rows(rows)
+  found = [(x.name, x.budget) for x in considered(where, held)]
+  assert found == [("full", None), ("art", None), ("quest", 128), ("quest", 2048)]
+  chosen = considered(where, held, ("random", "tova"), ("512", "0.5"))
+  want = [("random", 512), ("random", 4096), ("tova", 512), ("tova", 4096)]
+  assert [(x.name, x.budget) for x in chosen] == [("full", None), *want]
+  assert [advise.score(chosen[1], x) for x in chosen[1].scores] == ["0%*", "0%*"]
+  assert [advise.score(chosen[3], x) for x in chosen[3].scores] == ["–", "–"]
+  with pytest.raises(ValueError, match=r"lost\.tsv: not found, expected a file"):
+    considered(where, held, ("duo_attention:pattern=lost.tsv",))
+
+
+# ---- the program
+
+
+def said(capsys, **args):
+  advise.main(advise.Args(**args))
+  found = capsys.readouterr().out
+  assert max(map(len, found.splitlines())) <= 80 or args.get("json")
+  return found
+
+
+@pytest.mark.parametrize(
+  ("args", "text"),
+  [
+    (
+      {"model": "Qwen3-32B", "length": 32768, "device": "rtx-4090"},
+      "65.5 GB of weights do not fit: 42.7 GB more than the 22.8 GB that may be filled. "
+      "A device of 78.1 GB would hold them and 8.7 GB of full cache.",
+    ),
+    ({"memory": 20.0, "length": 32768}, "do not fit: 1.4 GB more than the 19.0 GB that may be"),
+    ({"memory": 20.0, "length": 32768}, "A device of 21.5 GB would hold both."),
+    ({"memory": 20.0, "length": 32768}, "No method that keeps 90% of the full cache's score fits."),
+    ({"length": 2048}, "16.1 GB of weights and 0.3 GB of full cache fit: 117.6 GB are left"),
+    (
+      {"length": 2048},
+      "Take the full cache: no method that keeps 90% of the full cache's score is",
+    ),
+    ({"length": 2048}, "No scores are of 2,048 tokens."),
+    ({"length": 2048}, "4K, 1K: score of tiny at that length over the full cache's on the same"),
+    ({"length": 1024}, "bandwidth measured, launches as"),
+    ({"length": 1024, "device": "a100"}, "bandwidth 0.92 of the nominal bandwidth, launches as"),
+    ({"length": 1024, "bandwidth": 0.5}, "nvidia-h200: 141.0 GB, 0.50 TB/s"),
+    ({"length": 1024, "methods": ("quest",), "budgets": ("64",)}, "*: with another share of the"),
+    ({"length": 1024, "batch": 64}, "Checked at batches up to 8; larger ones may take longer."),
+    ({"length": 131073}, "The model was made for 131,072 tokens."),
+  ],
+)
+def test_what_it_says(rows, capsys, args, text):
+  assert text in " ".join(said(capsys, rows=rows, **args).split())
 
 
 @pytest.mark.slow
-def test_the_program_prints_one_table(rows, capsys):
-  args = {"memory": 40.0, "length": 8192, "budgets": ("2048",), "rows": rows}
-  advise.main(advise.Args(methods=("quest", "tova"), batch=64, **args))
-  said = capsys.readouterr().out
-  lines = [line.split() for line in said.splitlines()]
-  assert [line[0] for line in lines if line and line[0] in ("quest", "tova")] == ["tova", "quest"]
-  (tova,) = (line for line in lines if line[:1] == ["tova"])
-  assert "none" in tova
-  assert "quest 2,048:" in said
-  assert "checked at batches up to 8" in said
+def test_its_table_and_next_commands(capsys):
+  """By the rows that a wheel has; in 10 s of a processor."""
+  began = time.process_time()
+  found = said(capsys, length=131072, memory=24.0)
+  assert time.process_time() - began < 10
+  lines = [line.split() for line in found.splitlines()]
+  assert ["method", "budget", "GB", "ms", "a", "token", "32K", "8K"] in lines
+  (full,) = (line for line in lines if line[:1] == ["full"])
+  assert full == ["full", "–", "33.4", "10.6", "GB", "over", "100%", "100%"]
+  joined = found.replace(" \\\n    ", " ")
+  given = re.search(r"kvjax generate .*--method (\S+)", joined)
+  assert f"\n{given[1]}: the fastest to keep 98% of the full cache's score at 8,192" in joined
+  assert re.search(
+    r"kvjax evaluate --checkpoint MODEL --lengths 131072 --methods .*--out run", joined
+  )
+  assert "kvjax advise --model Llama-3.1-8B --length 131072 --rows run" in joined
+
+
+@pytest.mark.parametrize(
+  ("args", "names"),
+  [
+    ({}, ["full"]),
+    ({"all": True}, ["expected_attention:epsilon=0.02", "full", "art", "quest", "quest"]),
+    ({"methods": ("infllm", "random")}, ["random", "full", *["infllm"] * 3]),
+  ],
+)
+def test_all_of_them_on_request(rows, capsys, args, names):
+  """The fastest first; the longest name has room, too."""
+  made = [row("needle", "expected_attention:epsilon=0.02", 512, 0, 0.5, 4096)]
+  write(rows, [*map(json.loads, (rows / store.ROWS).read_text().splitlines()), *made], model="tiny")
+  given = {"model": "Qwen2.5-1.5B", "length": 32768, "rows": rows, "memory": 24.0}
+  lines = said(capsys, **given, **args).split("\n\n")[2].splitlines()
+  assert [line.split()[0] for line in lines[2:]] == names
+  assert ("on host" in lines[0]) == ("infllm" in names)
+
+
+def test_json_has_all_numbers(rows, capsys):
+  given = {"rows": rows, "length": 8192, "methods": ("quest", "tova"), "memory": 17.0}
+  found = json.loads(said(capsys, json=True, **given, budgets=("2048", "64")))
+  by = {(x["method"], x["budget"]): x for x in found["methods"]}
+  assert list(by)[-1] in (("quest", 2048), ("quest", 64)) and by["tova", 64]["over"] == 0
+  assert by["quest", 2048]["over"] > 0 and "seconds" not in by["quest", 2048]
+  score = by["quest", 2048]["scores"][0]
+  assert (score["length"], score["budget"], score["n"], score["of_full"]) == (4096, 1024, 8, 0.5)
+  assert found["model"] == "Llama-3.1-8B" and found["device"]["memory"] == 17e9
+  assert (found["commands"], found["weights"]) == ([], weight_bytes(LLAMA, jnp.bfloat16)[0])
+
+
+def test_commands_name_the_model_that_was_given(tmp_path):
+  where = case(80e9)
+  args = advise.Args(model="my models/x", length=32768)
+  some = [advised("kivi:bits=4", None, where), advised("knorm:skip_layers=(0,1)", 512, where)]
+  one, two, three = advise.commands(args, some)
+  assert one.endswith("--checkpoint 'my models/x' --method kivi:bits=4")
+  assert "--methods kivi:bits=4 'knorm:skip_layers=(0,1)' --budgets 512 --out" in two
+  assert three == "kvjax advise --model 'my models/x' --length 32768 --rows run"
+
+
+def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
+  assert advise.device(advise.Args()).name == "nvidia-h200"
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(devices, "this_device", lambda: devices.Device("mine", 1, 1))
+  assert advise.device(advise.Args(memory=12.0)).memory == 12e9
+  assert advise.device(advise.Args()).name == "mine"
+  assert advise.device(advise.Args(device="l4")).memory == 24e9
 
 
 @pytest.mark.parametrize(
   ("given", "message"),
   [
-    ({"model": "nosuch"}, "--model: found 'nosuch', expected a folder, or one of: Llama-2-7B"),
+    (
+      {"model": "qwen3-8b"},
+      r"--model: found 'qwen3-8b', expected a checkpoint, .* \(did you mean Qwen3-8B\?\)",
+    ),
     ({"length": 0}, "--length: found 0, expected at least 1"),
     ({"memory": 0.0}, "--memory: found 0.0, expected more than 0"),
     ({"bandwidth": -1.0}, "--bandwidth: found -1.0, expected more than 0"),

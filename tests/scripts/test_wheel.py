@@ -118,7 +118,7 @@ def test_advise_has_its_scores(python, tmp_path):
 from kvjax.programs import advise
 advise.main(advise.Args(length=8192, methods=("snapkv",), budgets=("1024",)))
 """
-  assert "Qwen2.5-Coder-1.5B-Instruct 8,192 b1,024" in in_project(python, tmp_path, program)
+  assert "8K, 32K: score of Qwen2.5-Coder-1.5B-Instruct" in in_project(python, tmp_path, program)
 
 
 def test_readme_snippets_run_from_the_wheel(python, tmp_path):

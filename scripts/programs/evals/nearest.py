@@ -1,5 +1,6 @@
-"""Of the rows that an evaluation kept, those nearest to a method, a length and a budget."""
+"""Scores of the rows that an evaluation kept, by method, length and budget."""
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -7,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.programs.evals import store
-from kvjax.programs.evals.stats import Estimate, estimate
 
 # What decides a method's quality on one context: rows of these are compared with the full cache's.
 SHARED = ("task", "length", "mode", "index")
@@ -18,21 +18,25 @@ class Kept:
   """Rows of one method at one length with one budget.
 
   Attributes:
-    model: whose rows, by name.
     length, budget: tokens; None: the method has no budget.
-    score: mean over all rows, and its interval.
+    values: their scores.
     full: the full cache's mean over the same rows; None where it has none of them.
   """
 
-  model: str
   length: int
   budget: int | None
-  score: Estimate
+  values: tuple[float, ...]
   full: float | None
 
-  def __str__(self) -> str:
-    budget = "" if self.budget is None else f" b{self.budget:,}"
-    return f"{self.model} {self.length:,}{budget}"
+  @property
+  def share(self) -> float:
+    """Its budget as a share of its length; 1 without one."""
+    return (self.budget or self.length) / self.length
+
+  @property
+  def of_full(self) -> float | None:
+    """The mean score over the full cache's; None where that is none."""
+    return sum(self.values) / len(self.values) / self.full if self.full else None
 
 
 class Rows:
@@ -42,43 +46,51 @@ class Rows:
     folder: of `kvjax.programs.evaluate`.
     tasks: whose rows; none: all.
 
+  Attributes:
+    model: whose rows, by name.
+    cells: rows by length, method and budget.
+
   Raises:
     FileNotFoundError: there are no results.
-    ValueError: they are damaged, or hold none of a task.
+    ValueError: they are damaged, or hold no answers, or none of a task.
   """
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[str] = ()):
-    self.model = store.settings_of(folder)["model"]
+    self.model: str = store.settings_of(folder)["model"]
     rows = [row for row in store.read(folder) if "positions" not in row and row["mode"] == "aware"]
     held = {row["task"] for row in rows}
     if missing := sorted(set(tasks) - held):
       raise ValueError(
         f"--tasks: found {', '.join(missing)}, expected some of: {', '.join(sorted(held))}"
       )
-    self._rows = [row for row in rows if not tasks or row["task"] in tasks]
-    self._full = {_shared(row): row["score"] for row in self._rows if row["method"] == "full"}
+    rows = [row for row in rows if not tasks or row["task"] in tasks]
+    if not rows:
+      raise ValueError(f"{folder}: found no answers in the mode aware, expected some")
+    self._full = {_shared(row): row["score"] for row in rows if row["method"] == "full"}
+    self.cells: dict[tuple[int, str, int | None], list[dict[str, Any]]]
+    self.cells = collections.defaultdict(list)
+    for row in rows:
+      self.cells[row["length"], row["method"], row["budget"]].append(row)
 
-  def nearest(self, method: str, length: int, budget: int | None) -> Kept | None:
-    """The rows of the method nearest in length, then in the share of it that the budget is.
+  def lengths(self, length: int, most: int = 2) -> list[int]:
+    """The lengths that have rows, nearest first by their logarithms; of two the longer."""
+    held = sorted({at for at, _, _ in self.cells}, reverse=True)
+    return sorted(held, key=lambda at: abs(math.log(at / length)))[:most]
 
-    Both are compared by their logarithms. None: the method has no rows.
+  def nearest(self, method: str, at: int, share: float) -> Kept | None:
+    """The rows of a method at one length whose budget is nearest to a share of it.
+
+    Shares are compared by their logarithms. None: the method has no rows there.
     """
-    mine = [row for row in self._rows if row["method"] == method]
+    mine = [budget for length, name, budget in self.cells if (length, name) == (at, method)]
     if not mine:
       return None
-    at = min({row["length"] for row in mine}, key=lambda x: abs(math.log(x / length)))
-    mine = [row for row in mine if row["length"] == at]
-    found = min((row["budget"] for row in mine), key=lambda x: _distance(x, at, budget, length))
-    mine = [row for row in mine if row["budget"] == found]
-    both = [self._full[_shared(row)] for row in mine if _shared(row) in self._full]
+    budget = min(mine, key=lambda x: abs(math.log((x or at) / at / share)))
+    rows = self.cells[at, method, budget]
+    both = [self._full[_shared(row)] for row in rows if _shared(row) in self._full]
     full = sum(both) / len(both) if both else None
-    return Kept(self.model, at, found, estimate([row["score"] for row in mine]), full)
+    return Kept(at, budget, tuple(row["score"] for row in rows), full)
 
 
 def _shared(row: dict[str, Any]) -> tuple[Any, ...]:
   return tuple(row[name] for name in SHARED)
-
-
-def _distance(kept: int | None, at: int, budget: int | None, length: int) -> float:
-  """Distance of two budgets as shares of their lengths; none is the whole."""
-  return abs(math.log((at if kept is None else kept) / at) - math.log((budget or length) / length))

@@ -143,7 +143,9 @@ def beginning(model: str, case: Case, full: Advice) -> str:
 def report(shown: Sequence[Advice], rows: Rows, advice: str, then: Sequence[str]) -> str:
   """The table, what is recommended, the next commands, and notes."""
   case = shown[0].case
-  told = [filled(x, "    ", " \\") for x in then and ("Next:", *then)]
+  model = " (MODEL: its checkpoint, folder, .gguf file or owner/name of the hub)"
+  told = [f"Next{model * ('MODEL' in then[0])}:"] if then else []
+  told += [filled(x, "    ", " \\") for x in then]
   parts = table(shown, rows.lengths(case.length)), advice, "\n".join(told), notes(case, shown, rows)
   return "\n" + "\n\n".join(filter(None, parts))
 

@@ -312,6 +312,7 @@ def test_its_table_and_next_commands(capsys):
   (full,) = (line for line in lines if line[:1] == ["full"])
   assert full == ["full", "–", "33.4", "10.6", "GB", "over", "100%", "100%"]
   joined = found.replace(" \\\n    ", " ")
+  assert "\n\nNext (MODEL: its checkpoint, folder" in found
   given = re.search(r"kvjax generate .*--method (\S+)", joined)
   assert f"\n{given[1]}: the fastest to keep 98% of the full cache's score at 8,192" in joined
   assert re.search(

@@ -19,7 +19,7 @@ from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.decode import checks
 from kvjax.models.decode.generate import AHEAD, GREEDY, Device, Step
-from kvjax.models.decode.prefill import prefill
+from kvjax.models.decode.prefill import empty, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import UNSOUND, Always, ends
 from kvjax.models.decode.stopping import RowText
@@ -336,7 +336,8 @@ class Batcher:
     """Reads the prompts that have a row to go to; with `chunk`, a piece of one."""
     while self._reading is not None or (self._queue and self.free):
       if self._reading is None:
-        self._reading = self._queue.popleft(), self._method.init_caches(self._single), 0
+        new = empty(self._model, self._method, 1, self._single.capacity)
+        self._reading = self._queue.popleft(), new, 0
       (request, caches, done), self._reading = self._reading, None
       if request.over:
         continue

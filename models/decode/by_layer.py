@@ -8,6 +8,7 @@ with blocks, spans and votes in every layer, one program would take minutes.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -198,8 +199,8 @@ def _shapes(tree: Any) -> tuple[Any, ...]:
 
 
 def _without_layers(model: Transformer) -> Transformer:
-  """Embedding, last norm and head."""
-  ends = nnx.merge(*nnx.split(model))
+  """Embedding, last norm and head: the model's own, in a shell of their own."""
+  ends = copy.copy(model)
   ends.layers = nnx.List([])
   return ends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax.experimental import checkify
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
+from kvjax.core.cache import CacheSpec
+from kvjax.core.leaves import Layout
 from kvjax.families import sliding
 from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
@@ -46,6 +49,32 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.nda
   for row, ids in zip(tokens, rows, strict=True):
     row[: len(ids)] = ids
   return tokens, lengths
+
+
+def empty(model: Transformer, method: Method, batch: int, capacity: int) -> Caches:
+  """`init_caches` in one dispatch, for those who make caches again and again.
+
+  Args:
+    model: the decoder.
+    method: whose caches they are.
+    batch, capacity: as `Transformer.spec` takes them.
+  """
+  spec = model.spec(batch, capacity)
+  if not by_layer.reads(model) or _hosts(method, spec):  # arrays have places of their own
+    return method.init_caches(spec)
+  return _init(method, spec)
+
+
+@functools.cache
+def _hosts(method: Method, spec: CacheSpec) -> bool:
+  shapes = jax.eval_shape(lambda: method.init_caches(spec))
+  return any(cache.layout is Layout.HOSTED for cache in shapes)
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _init(method: Method, spec: CacheSpec) -> Caches:
+  return method.init_caches(spec)
 
 
 def prefill(

@@ -14,7 +14,7 @@ from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, Contender, suite, together
+from kvjax.programs.suites import Case, Contender, check_fits, suite, together
 from kvjax.programs.suites.e2e import decoder, drawn, seconds_of, step_logits, stepping, weights
 from scripts.benches.longflow import holding
 
@@ -193,6 +193,7 @@ def timed(
   token = jnp.zeros(batch, jnp.int32)
   run = stepping(graph, method, impl, STEPS)
   shapes = jax.eval_shape(lambda: filled(model, method, batch, tokens))
+  check_fits(leaves, shapes)
   program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
 
   def seconds() -> float:

@@ -13,6 +13,7 @@ import numpy as np
 import kvjax
 from kvjax.models.decode import reconstruct
 from kvjax.models.decode.generate import Generation, generate, pad, prefill
+from kvjax.models.decode.prefill import empty
 from kvjax.models.decode.reconstruct import Instructions
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
@@ -148,7 +149,7 @@ class Runner:
       ask = Instructions.of(self.tokenizer)
       logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
     else:
-      caches = method.init_caches(self.model.spec(size, cell.length))
+      caches = empty(self.model, method, size, cell.length)
       logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
     jax.block_until_ready((logits, caches))
     seconds = time.perf_counter() - began

@@ -6,6 +6,7 @@ nothing of its own about time: `kvjax.programs.bench` checks, interleaves, times
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -111,7 +112,7 @@ def fitting(label: str, make: Callable[..., Case], *arguments: Any) -> Iterator[
   """make(label, *arguments), or on the terminal that the device has too little memory for it."""
   try:
     made = make(label, *arguments)
-  except jax.errors.JaxRuntimeError as error:
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
     if not exhausted(error):
       raise
     print(too_large(label), flush=True)
@@ -121,7 +122,18 @@ def fitting(label: str, make: Callable[..., Case], *arguments: Any) -> Iterator[
 
 def exhausted(error: Exception) -> bool:
   """True if the device's memory was too small."""
-  return "RESOURCE_EXHAUSTED" in str(error)
+  return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+
+
+def check_fits(*trees: Any) -> None:
+  """Raises MemoryError if these arrays, or shapes of them, take more than the device's memory.
+
+  An allocator that is out of memory waits for each array of a program.
+  """
+  need = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
+  held = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
+  if need > held:
+    raise MemoryError(f"found {need / 1e9:.1f} GB of arrays, expected at most {held / 1e9:.1f}")
 
 
 def too_large(label: str) -> str:

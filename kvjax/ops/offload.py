@@ -77,8 +77,15 @@ def placed(tree: Any) -> Any:
 def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:
   """Copies of some rows of caches, every array where that of the caches lies."""
   stores = {id(x) for x in hosted(tree)} if on_host() else set()
+  if not stores and not any(x.is_deleted() for x in jax.tree.leaves(tree)):
+    return _rows(tree, np.asarray(rows, np.int32))
   # A store's rows never pass through the device's memory.
   return placed(jax.tree.map(lambda x: np.asarray(x)[rows] if id(x) in stores else x[rows], tree))
+
+
+@jax.jit
+def _rows(tree: Any, rows: Int[Array, " R"]) -> Any:
+  return jax.tree.map(lambda x: x[rows], tree)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -200,22 +207,25 @@ def fetch(store: OwnRows, block: Int[Array, "B R"], env: Env) -> dict[str, Array
   return found
 
 
-def moved(store: OwnRows, row: Int[Array, " R"], other: OwnRows) -> OwnRows:
-  """The store with rows of another one, of R rows or of one, in the place of its own.
+def moved(
+  store: OwnRows, row: Int[Array, " R"], other: OwnRows, source: Int[Array, " R"]
+) -> OwnRows:
+  """The store with rows of another one in the place of its own.
 
   Args:
     store: written in place where it is donated.
     row: int32, no number twice.
     other: as many blocks a row, of the same shape and dtype.
+    source: int32, its rows.
   """
   if on_host():
     run = table.kernel("move_rows", table.choose("move_rows", "pallas"))
-    return OwnRows(run(store.of, row, other.of))
+    return OwnRows(run(store.of, row, other.of, source))
   kept = {}
   for name, segments in store.of.items():
     cuts = np.cumsum([segment.shape[2] for segment in segments])[:-1]
     parts = jnp.split(jnp.concatenate(other.of[name], 2), cuts, 2)
-    kept[name] = tuple(x.at[row].set(y) for x, y in zip(segments, parts, strict=True))
+    kept[name] = tuple(x.at[row].set(y[source]) for x, y in zip(segments, parts, strict=True))
   return OwnRows(kept)
 
 

@@ -17,9 +17,11 @@ from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
-from kvjax.models.decode import checks
-from kvjax.models.decode.generate import AHEAD, GREEDY, Device, Step
-from kvjax.models.decode.prefill import empty, prefill
+from kvjax.models.decode import by_layer, checks
+from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.generate import GREEDY, Device, Step
+from kvjax.models.decode.prefill import empty, read_prompt
+from kvjax.models.decode.rows import check_alike
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import UNSOUND, Always, ends
 from kvjax.models.decode.stopping import RowText
@@ -28,7 +30,8 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
 End = Literal["stop", "limit", "cancelled", "failed"]
-STOPS = 8  # stop tokens of a request that the device knows; the host finds others two steps later
+STOPS = 8  # stop tokens of a request that the device knows; the host finds others a little later
+AHEAD = 8  # steps under way while the host reads one, or sees to a prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Answer:
     logprobs: float32 [n], log-probability in nats of each token under the model; None where the
       batcher was not asked for them.
     caches: of its row, at batch 1, for a request that keeps them: `prefill` reads a further turn
-      into them. After a stop string, or a stop token beyond the first 8, two more tokens are in.
+      into them. After a stop string, or a stop token beyond the first 8, up to `AHEAD` = 8 more
+      tokens are in.
     error: what failed.
   """
 
@@ -58,7 +62,10 @@ class Answer:
 
 @dataclasses.dataclass
 class _Request:
-  """A request from its submission to its end; `row` −1: it waits for one."""
+  """A request from its submission to its end; `row` −1: it waits for one.
+
+  `sound` says whether its prompt's logits are finite, where nobody has looked.
+  """
 
   number: int
   limit: int
@@ -73,6 +80,7 @@ class _Request:
   steps: int = 0  # dispatched with it
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
+  sound: Array | None = None
   over: bool = False
 
   def feed(self, token: int, logprob: float | None) -> End | None:
@@ -129,6 +137,7 @@ class Batcher:
 
   Attributes:
     free: rows that no request holds.
+    waiting: requests in the queue.
 
   Raises:
     TypeError: `method` is no method, or a number is of another type.
@@ -173,6 +182,7 @@ class Batcher:
     self._rows: list[_Request | None] = [None] * rows
     self._queue: collections.deque[_Request] = collections.deque()
     self._reading: tuple[_Request, Caches, int] | None = None  # with the tokens that were read
+    self._layered = ByLayer(model) if by_layer.reads(model) else None
     self._known: dict[int, _Request] = {}
     self._under_way: collections.deque[tuple[Step, list[_Request]]] = collections.deque()
     self._answers: list[Answer] = []
@@ -182,6 +192,11 @@ class Batcher:
   def free(self) -> int:
     """Rows that no request holds, nor one whose prompt is being read."""
     return self._rows.count(None) - (self._reading is not None)
+
+  @property
+  def waiting(self) -> int:
+    """Requests in the queue."""
+    return len(self._queue)
 
   def submit(self, prompt: ArrayLike, *, limit: int, **how: Any) -> int:
     """Puts a request at the end of the queue.
@@ -210,8 +225,9 @@ class Batcher:
 
   def insert(
     self,
-    logits: Float[Any, "1 V"],
+    logits: Float[Any, "n V"],
     caches: Caches,
+    row: int = 0,
     *,
     limit: int,
     seed: int | None = None,
@@ -224,8 +240,9 @@ class Batcher:
     """Puts a prompt that was read elsewhere into a free row, ahead of the queue.
 
     Args:
-      logits: float32 [1, V], of `prefill`.
-      caches: of one row, with the batcher's method and capacity; they stay as they are.
+      logits: float32 [n, V], of `prefill`.
+      caches: of n rows, with the batcher's method and capacity; they stay as they are.
+      row: which of them.
       limit: tokens of the answer, at most.
       seed: of its draws, below 2³¹; by default the request's number. Equal seeds draw alike.
       stop: token ids that end the answer.
@@ -239,20 +256,21 @@ class Batcher:
 
     Raises:
       TypeError, ValueError: as in `submit`, or the caches are others.
-      FloatingPointError: the logits are NaN or infinite.
       RuntimeError: no row is free (`free`).
     """
     if not self.free:
       raise RuntimeError(f"insert: found {self._count} rows that are held, expected a free one")
-    checks.laid_out(caches, self._method, self._single)
+    checks.listed(caches)
+    check_alike(self._device.caches, caches)
     logits = checks.logits(logits, caches, self._model.config.vocab)
-    if not np.asarray(checks.sound(logits)).all():
-      raise checks.unsound("insert", 0, "its prompt", self._model, caches)
-    (seen,) = np.asarray(caches[0].seen).tolist()
+    count = logits.shape[0]
+    if checks.whole("row", row, 0) >= count:
+      raise ValueError(f"row: found {row}, expected one of 0 to {count - 1}")
+    seen = int(np.asarray(caches[0].seen)[row])
     request = self._request(
       seen, limit, seed, stop, stop_strings, sampling=sampling, on_text=on_text, keep=keep
     )
-    self._enter(request, logits, caches)
+    self._enter(request, logits, caches, row)
     return request.number
 
   def _request(
@@ -321,14 +339,17 @@ class Batcher:
     return answers
 
   def step(self) -> None:
-    """Fills free rows from the queue, decodes a token of every row, reads one of `AHEAD` before."""
+    """Fills free rows from the queue, decodes a token of every row, reads one of steps before."""
     self._admit()
     going = [x for x in self._rows if x is not None and x.steps < x.limit]
     if going:
       self._under_way.append((self._device.step(), going))
       for request in going:
         request.steps += 1
-      self._idle([x.row for x in going if x.steps == x.limit])
+      done = [x for x in going if x.steps == x.limit]
+      self._idle([x.row for x in done])
+      for request in (x for x in done if not x.keep):
+        self._rows[request.row] = None  # its last token is on its way
     if self._under_way and (len(self._under_way) > AHEAD or not going):
       self._read(*self._under_way.popleft())
 
@@ -345,11 +366,11 @@ class Batcher:
       size = request.prompt.size
       piece = request.prompt[done : done + (self._chunk or size)]
       try:
-        part: dict[str, Any] = (
-          {} if self._chunk is None else {"total": [size], "chunk": self._chunk}
-        )
-        logits, caches = prefill(
-          self._model, piece[None], [piece.size], caches, self._method, **part
+        logits, caches = read_prompt(
+          *(self._model, piece[None], np.array([piece.size]), caches, self._method),
+          *(np.array([size], np.int32), done),
+          chunk=self._chunk,
+          layered=self._layered,
         )
       except (FloatingPointError, MemoryError) as error:
         self._end(request, "failed", error)
@@ -357,15 +378,19 @@ class Batcher:
       if done + piece.size < size:
         self._reading = request, caches, done + piece.size
         return  # the others go on
-      self._enter(request, logits, caches)
+      self._enter(request, logits, caches, 0)
 
-  def _enter(self, request: _Request, logits: Float[Array, "1 V"], caches: Caches) -> None:
+  def _enter(
+    self, request: _Request, logits: Float[Array, "n V"], caches: Caches, source: int
+  ) -> None:
     """Gives a free row to a request whose prompt has been read."""
+    request.sound = checks.sound(logits[source])
+    request.sound.copy_to_host_async()
     row = request.row = self._rows.index(None)
     self._rows[row] = request
     stop = ends(request.stop)[:STOPS]
     knobs = request.sampling.knobs(self._model.config.vocab)
-    self._device.enter(row, logits, caches, request.seed, stop, knobs)
+    self._device.enter(row, logits, caches, source, request.seed, stop, knobs)
 
   def _read(self, step: Step, holders: list[_Request]) -> None:
     """Gives a step's tokens to the requests that it was dispatched with."""
@@ -373,12 +398,13 @@ class Batcher:
     for request in holders:
       if request.over:
         continue
-      token = int(tokens[request.row])
+      token, place = int(tokens[request.row]), f"token {len(request.tokens) + 1} of the answer"
+      if request.sound is not None and not request.sound:
+        token, place = UNSOUND, "its prompt"
+      request.sound = None
       if token == UNSOUND:
-        count = len(request.tokens) + 1
         found = f"request {request.number}: found logits that are NaN or infinite"
-        error = FloatingPointError(f"{found} after token {count} of the answer")
-        self._end(request, "failed", error)
+        self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
       else:
         logprob = None if logprobs is None else float(logprobs[request.row])
         if (end := request.feed(token, logprob)) is not None:
@@ -388,7 +414,7 @@ class Batcher:
     """Its answer is there, and its row free."""
     answer = request.answer(end, self._logprobs, error)
     del self._known[request.number]
-    if request.row >= 0:
+    if request.row >= 0 and self._rows[request.row] is request:
       self._rows[request.row] = None
       self._idle([request.row])
       if request.keep:

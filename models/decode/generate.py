@@ -26,7 +26,7 @@ from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.prefill import joined, pad, prefill
-from kvjax.models.decode.rows import insert
+from kvjax.models.decode.rows import put
 from kvjax.models.decode.sampling import Knobs, Sampling
 from kvjax.models.decode.step import (
   UNSOUND,
@@ -286,30 +286,31 @@ class Device:
   def enter(
     self,
     row: int,
-    logits: Float[Array, "1 V"],
+    logits: Float[Array, "n V"],
     caches: Caches,
+    source: int,
     number: int,
     stop: Int[np.ndarray, " E"],
     knobs: Knobs,
   ) -> None:
-    """From the next step on a row is another prompt's, which was read alone, under its number.
+    """From the next step on a row is the row `source` of another batch, under its number.
 
-    Only where `Always` has stops [B, E] and knobs [B] of each row.
+    Only where `Always` has stops [B, E] and knobs [B] of each row. Nothing is checked.
     """
-    at, seed = np.array([row], np.int32), self._always.seed
-    self.caches = insert(self.caches, at, caches)
-    held = self.logits, self._live, self._always._replace(seed=None)
-    always = Always(stop, np.int32(number), knobs, None)
-    new = jax.tree.map(lambda x: np.asarray(x)[None], (np.bool_(True), always))
-    self.logits, self._live, self._always = _entered(held, at, (logits, *new))
-    self._always = self._always._replace(seed=seed)
+    at, of = np.array([row], np.int32), np.array([source], np.int32)
+    self.caches = put(self.caches, at, caches, of)
+    always, seed = self._always._replace(seed=None), self._always.seed
+    held = self.logits, self._live, always
+    new = np.bool_(True), Always(stop, np.int32(number), knobs, None)
+    self.logits, self._live, always = _entered(held, at, logits, of, new)
+    self._always = always._replace(seed=seed)
 
 
 @flat.own
 @functools.partial(jax.jit, donate_argnums=0)
-def _entered(held: Any, row: Int[Array, " 1"], new: Any) -> Any:
+def _entered(held: Any, row: Int[Array, " 1"], logits: Any, source: Any, new: Any) -> Any:
   """The device's logits, live rows and what steps know of rows, with those of a new one."""
-  return jax.tree.map(lambda x, y: x.at[row].set(y), held, new)
+  return jax.tree.map(lambda x, y: x.at[row].set(y), held, (logits[source], *new))
 
 
 class _Host:

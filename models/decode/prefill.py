@@ -149,15 +149,51 @@ def prefill(
   checks.context(model.config, method, seen, lengths, "prefill")
   by_layer.bound_programs()
   known = arguments.whole(method, lengths, total)
-  whole = jnp.asarray(lengths, jnp.int32) if known is None else known
+  whole = lengths if known is None else known
   longest = int(seen.max())
   if past is not None and longest > past:
     raise ValueError(f"past: found {past}, expected at least the {longest} tokens already cached")
-  layered = ByLayer(model) if by_layer.reads(model) else None
-  form, leaves = (None, []) if layered else flat.split(model)
+  if chunk is not None:
+    checks.prompt_chunk(method, chunk, past, with_aux)
+  result = read_prompt(
+    *(model, tokens, lengths, caches, method, whole, longest, past),
+    chunk=chunk,
+    all_logits=all_logits,
+    with_aux=with_aux,
+    on_chunk=on_chunk,
+  )
+  _check_sound(model, lengths, *result[:2])
+  return result
+
+
+def read_prompt(
+  model: Transformer,
+  tokens: np.ndarray,
+  lengths: np.ndarray,
+  caches: Caches,
+  method: Method,
+  total: Int[Any, " B"],
+  cached: int,
+  past: int | None = None,
+  *,
+  chunk: int | None = None,
+  all_logits: bool = False,
+  with_aux: bool = False,
+  on_chunk: Callable[[int, int], Any] | None = None,
+  layered: ByLayer | None = None,
+) -> Any:
+  """`prefill`, unchecked: it waits for nothing on the device.
+
+  Args:
+    cached: tokens in the fullest row.
+    layered: of the model, where somebody keeps it.
+  """
+  if layered is None and by_layer.reads(model):
+    layered = ByLayer(model)
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)
+    whole = jnp.asarray(total, jnp.int32)
     options = bound, all_logits, with_aux
     with checks.explained("prefill", model, caches, method)():
       if layered is not None:
@@ -168,25 +204,20 @@ def prefill(
           all_logits=all_logits,
           with_aux=with_aux,
         )
+      form, leaves = flat.split(model)
       run = flat.jitted(_prefill, 5, model.mesh)
       error, result = run(form, method, *options, leaves, caches, *arrays, whole)
     checks.throw(error)
     return result
 
   if chunk is not None:
-    checks.prompt_chunk(method, chunk, past, with_aux)
-    result = _read_chunks(
-      read, tokens, lengths, caches, method, longest, chunk, all_logits, on_chunk
-    )
-  elif method.traits.pieces(int(lengths.max())) is not None:
-    result = _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
-  else:
-    if not (all_logits or with_aux):  # which have T entries
-      extra = _width(tokens.shape[1], checks.capacity(caches, method)) - tokens.shape[1]
-      tokens = np.pad(tokens, ((0, 0), (0, extra)))
-    result = read(caches, tokens, lengths, 0 if past is None and longest == 0 else past)
-  _check_sound(model, lengths, *result[:2])
-  return result
+    return _read_chunks(read, tokens, lengths, caches, method, cached, chunk, all_logits, on_chunk)
+  if method.traits.pieces(int(lengths.max())) is not None:
+    return _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
+  if not (all_logits or with_aux):  # which have T entries
+    extra = _width(tokens.shape[1], checks.capacity(caches, method)) - tokens.shape[1]
+    tokens = np.pad(tokens, ((0, 0), (0, extra)))
+  return read(caches, tokens, lengths, 0 if past is None and cached == 0 else past)
 
 
 def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:

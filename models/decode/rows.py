@@ -49,8 +49,8 @@ def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
   batch = new[0].seen.shape[0]
   if len(chosen) != batch:
     raise ValueError(f"rows: found {len(chosen)}, expected {batch}, one for each row of new")
-  _check_alike(live, new)
-  return _put(live, chosen, new)
+  check_alike(live, new)
+  return put(live, chosen, new, np.arange(batch, dtype=np.int32))
 
 
 def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Caches:
@@ -72,19 +72,21 @@ def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Cac
   chosen = _checked(live, rows)
   checks.laid_out(live, method, spec)
   empty = method.init_caches(dataclasses.replace(spec, batch=1))
-  _check_alike(live, empty)
-  return _put(live, chosen, empty)
+  check_alike(live, empty)
+  return put(live, chosen, empty, np.zeros_like(chosen))
 
 
 @flat.own
 @functools.partial(jax.jit, donate_argnums=0)
-def _put(live: Caches, rows: Int[Array, " n"], new: Caches) -> Caches:
-  """Every array leads with the rows; a single new one goes to all of them."""
+def put(live: Caches, rows: Int[Array, " n"], new: Caches, source: Int[Array, " n"]) -> Caches:
+  """`insert` of the rows `source` of `new`, unchecked: every array leads with the rows."""
 
-  def put(x: Any, y: Any) -> Any:
-    return offload.moved(x, rows, y) if offload.is_store(x) else x.at[rows].set(y)
+  def one(x: Any, y: Any) -> Any:
+    if offload.is_store(x):
+      return offload.moved(x, rows, y, source)
+    return x.at[rows].set(y[source])
 
-  return offload.settled(jax.tree.map(put, live, new, is_leaf=offload.is_store))
+  return offload.settled(jax.tree.map(one, live, new, is_leaf=offload.is_store))
 
 
 def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
@@ -104,7 +106,7 @@ def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
   return chosen
 
 
-def _check_alike(live: Caches, new: Caches) -> None:
+def check_alike(live: Caches, new: Caches) -> None:
   """Raises unless both were laid out alike but for the number of rows."""
   if len(live) != len(new):
     raise ValueError(f"new: found {len(new)} layers, expected {len(live)} as in live")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core import fields
 
-Knobs = tuple[Array, Array, Array, Array]  # temperature, top_k, top_p, min_p: scalars, or [B]
+Knobs = tuple[Any, Any, Any, Any]  # temperature, top_k, top_p, min_p: scalars, or [B]
 # Devices take numbers below float32's normal ones as 0, and so the inverse of the largest.
 COLDEST = float(np.finfo(np.float32).tiny)  # the temperature that stands for 0
 
@@ -56,9 +57,9 @@ class Sampling:
   def knobs(self, vocab: int) -> Knobs:
     """The settings as arrays: traced, so that changing them does not compile anything again."""
     top_k = vocab if self.top_k is None else min(self.top_k, vocab)
-    temperature = jnp.float32(min(max(self.temperature, COLDEST), 1 / COLDEST))
-    top_p = jnp.float32(max(self.top_p, COLDEST))
-    return temperature, jnp.int32(top_k), top_p, jnp.float32(self.min_p)
+    temperature = np.float32(min(max(self.temperature, COLDEST), 1 / COLDEST))
+    top_p = np.float32(max(self.top_p, COLDEST))
+    return temperature, np.int32(top_k), top_p, np.float32(self.min_p)
 
 
 def filtered(logits: Float[Array, "B V"], knobs: Knobs) -> Float[Array, "B V"]:

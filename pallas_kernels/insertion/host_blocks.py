@@ -65,14 +65,14 @@ def _append_kernel(*refs: Any, starts: Sequence[int]) -> None:
 
 
 def _move_kernel(*refs: Any, starts: Sequence[int], others: Sequence[int], heads: int) -> None:
-  """row [R], other segments [1 or R, …], segments as they are [B, …] -> segments."""
-  row_ref, sources, segments = refs[0], refs[1 : 1 + 2 * len(others)], refs[-2 * len(starts) :]
+  """row, source [R], other segments [R', …], segments as they are [B, …] -> segments."""
+  row_ref, source_ref, sources = *refs[:2], refs[2 : 2 + 2 * len(others)]
+  segments = refs[-2 * len(starts) :]
   tokens, head_dim = segments[0].shape[3:]
   i, head, block, piece = _place(heads, pl.cdiv(tokens, PIECE))
   token, column, real = _lanes(piece, tokens, head_dim)
-  source = 0 if sources[0].shape[0] == 1 else i
   for theirs, ours in zip(_halves(sources), _halves(segments), strict=True):
-    x = _load(theirs, others, (source, head, block, token, column), real)
+    x = _load(theirs, others, (source_ref[i], head, block, token, column), real)
     _store(ours, starts, (row_ref[i], head, block, token, column), x, real)
 
 
@@ -183,6 +183,7 @@ def move(
   store: dict[str, tuple[Array, ...]],
   row: Int[Array, " R"],
   other: dict[str, tuple[Array, ...]],
+  source: Int[Array, " R"],
   *,
   interpret: bool | None = None,
 ) -> dict[str, tuple[Array, ...]]:
@@ -191,7 +192,8 @@ def move(
   Args:
     store: as in `fetch`.
     row: int32, no number twice.
-    other: a store of R rows, or of one that goes to each; its segments may be cut elsewhere.
+    other: a store whose segments may be cut elsewhere.
+    source: int32, the rows of `other`.
     interpret: as in `fetch`.
   """
   segments, sources = ([*x["k"], *x["v"]] for x in (store, other))
@@ -202,6 +204,7 @@ def move(
       _move_kernel, starts=_starts(store["k"]), others=_starts(other["k"]), heads=heads
     ),
     row,
+    source,
     *sources,
     *segments,
     grid=(row.size * heads, blocks * pl.cdiv(tokens, PIECE)),
@@ -210,7 +213,7 @@ def move(
     stages=1,
     name="move_rows",
     interpret=interpret,
-    aliases={1 + len(sources) + i: i for i in range(len(segments))},
+    aliases={2 + len(sources) + i: i for i in range(len(segments))},
   )
   return dict(zip(NAMES, map(tuple, _halves(written)), strict=True))
 

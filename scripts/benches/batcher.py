@@ -45,11 +45,24 @@ def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick:
   asked = requests(rows, model.config.vocab, quick)
   capacity = max(prompt.size + limit for prompt, limit in asked)
 
-  def together() -> dict[int, np.ndarray]:
+  def queued() -> Batcher:
     batcher = Batcher(model, method, rows=rows, capacity=capacity)
     for prompt, limit in asked:
       batcher.submit(prompt, limit=limit)
-    return {answer.request: answer.tokens for answer in batcher}
+    return batcher
+
+  def together() -> dict[int, np.ndarray]:
+    return {answer.request: answer.tokens for answer in queued()}
+
+  def steady() -> float:
+    """Seconds for as many tokens as all answers have, as long as the queue keeps all rows busy."""
+    began, batcher = time.perf_counter(), queued()
+    while batcher.waiting:
+      batcher.step()
+    took = time.perf_counter() - began
+    for i in range(len(asked)):
+      batcher.cancel(i)
+    return took * total / sum(len(answer.tokens) for answer in batcher)
 
   def batch(part: list[tuple[np.ndarray, int]], steps: int) -> np.ndarray:
     tokens, lengths = pad([prompt for prompt, _ in part])
@@ -80,11 +93,13 @@ def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick:
   ways = {"Batcher": together, "waiting": waiting}
 
   def remarks(t: dict[str, float]) -> list[str]:
-    rates = {name: total / t[name] for name in ways} | {"full": rows * mean / t["full"]}
+    rates = {name: total / t[name] for name in (*ways, "steady")}
+    rates["full"] = rows * mean / t["full"]
     return [
       f"{t['Batcher'] / t['waiting']:.3f} × the time of batches that wait (at most 0.6)",
-      f"{rates['Batcher'] / rates['full']:.3f} of the tokens a second of a full batch of equal "
-      f"answers (at least 0.9): " + ", ".join(f"{x:,.0f} {name}" for name, x in rates.items()),
+      f"{rates['steady'] / rates['full']:.3f} of the tokens a second of a full batch of equal "
+      f"answers while the queue lasts (at least 0.9), {rates['Batcher'] / rates['full']:.3f} to "
+      f"the last answer: " + ", ".join(f"{x:,.0f} {name}" for name, x in rates.items()),
     ]
 
   return Case(
@@ -101,6 +116,7 @@ def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick:
         )
         for name, run in ways.items()
       ),
+      Contender("steady", steady),
       Contender("full", functools.partial(seconds, lambda: batch(asked[:rows], mean))),
     ],
     subject="Batcher",

@@ -124,20 +124,24 @@ def test_a_thousand_requests_in_flat_memory(caplog):
 def test_a_request_that_fails_hurts_no_other(monkeypatch):
   asked = list(requests(5))
   want = [alone(METHODS["full"], given) for given in asked]
-  whole = batching.prefill
+  whole = batching.read_prompt
 
-  def prefill(decoder, tokens, *rest, **how):
-    if np.array_equal(tokens[0], asked[1]["prompt"]):
-      raise FloatingPointError("row 0: found NaN")
-    return whole(decoder, tokens, *rest, **how)
+  def read_prompt(decoder, tokens, *rest, **how):
+    if np.array_equal(tokens[0], asked[3]["prompt"]):
+      raise MemoryError("found no room")
+    logits, caches = whole(decoder, tokens, *rest, **how)
+    nan = np.nan if np.array_equal(tokens[0], asked[1]["prompt"]) else 0
+    return logits + nan, caches
 
-  monkeypatch.setattr(batching, "prefill", prefill)
+  monkeypatch.setattr(batching, "read_prompt", read_prompt)
   mine = batcher()
   numbers = [mine.submit(**given) for given in asked]
   answers = {answer.request: answer for answer in mine}
   assert sorted(answers) == numbers
-  assert answers[1].end == "failed" and "found NaN" in str(answers[1].error)
-  for number in (0, 2, 3, 4):
+  assert answers[1].end == answers[3].end == "failed" and "no room" in str(answers[3].error)
+  said = "request 1: found logits that are NaN or infinite after its prompt"
+  assert str(answers[1].error) == said
+  for number in (0, 2, 4):
     np.testing.assert_array_equal(answers[number].tokens, want[number].tokens)
 
 
@@ -146,7 +150,7 @@ def test_cancelled_requests():
   for given in requests(5):
     mine.submit(**given | {"limit": 20, "stop": []})
   mine.cancel(4)  # it waits
-  for _ in range(6):
+  for _ in range(batching.AHEAD + 4):
     mine.step()
   mine.cancel(0)
   answers = {answer.request: answer for answer in mine}
@@ -202,10 +206,13 @@ def test_prompts_in_pieces(monkeypatch):
   whole = alone(METHODS["full"], given, sampling=Sampling())
   done, one = [], Device.step
   monkeypatch.setattr(Device, "step", lambda self: done.append("step") or one(self))
-  read = batching.prefill
-  monkeypatch.setattr(
-    batching, "prefill", lambda *x, **how: done.append("piece") or read(*x, **how)
-  )
+  read = batching.read_prompt
+
+  def piece(*given, **how):
+    done.append("piece")
+    return read(*given, **how)
+
+  monkeypatch.setattr(batching, "read_prompt", piece)
   mine = batcher(sampling=Sampling(), chunk=8)
   for _ in range(2):
     mine.submit(**given)
@@ -250,8 +257,8 @@ def test_prompts_that_were_read_elsewhere():
     mine.insert(logits, caches, limit=3)
   with pytest.raises(RuntimeError, match="insert: found 3 rows that are held, expected a free one"):
     mine.insert(logits, caches, limit=3)
-  with pytest.raises(FloatingPointError, match=r"insert: .* its prompt"):
-    batcher(method).insert(logits * np.nan, caches, limit=3)
+  with pytest.raises(ValueError, match="row: found 1, expected one of 0 to 0"):
+    batcher(method).insert(logits, caches, 1, limit=3)
   with pytest.raises(ValueError, match="SnapKV"):
     batcher().insert(logits, caches, limit=3)
 

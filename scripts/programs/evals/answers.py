@@ -86,8 +86,7 @@ class Answers:
           held = offload.rows_of(caches, np.arange(logits.shape[0]))
         mine, held = self._ask(asked, turn, logits.shape[0], held)
       for place, one in asked:
-        alone = mine[place : place + 1], offload.rows_of(held, np.array([place]))
-        yield from self._scored(self._put(one, turn, *alone))
+        yield from self._scored(self._put(one, turn, mine, held, place))
 
   def finish(self) -> Iterator[dict[str, Any]]:
     """Results of all that are in the batch."""
@@ -115,18 +114,22 @@ class Answers:
       timing["cold"] += cold
     return logits, caches
 
-  def _put(self, one: _Asked, turn: int, logits: jax.Array, caches: Caches) -> Iterator[Said]:
-    """Lets a row answer a question that it has read."""
+  def _put(
+    self, one: _Asked, turn: int, logits: jax.Array, caches: Caches, place: int
+  ) -> Iterator[Said]:
+    """Lets a row answer a question that it has read, at its place in the reading."""
     visited = walks.visited(self._runner.model, self._lane.method, caches, logits)
     if visited is not None:
-      one.facts = one.facts | {"visited": round(float(visited[0]), 5)}
+      one.facts = one.facts | {"visited": round(float(visited[place]), 5)}
     limit = self._row(one.index, turn).max_new_tokens
     if self._questions == 1:  # an answer takes what its prompt leaves
       limit = min(limit, self._cell.length - len(self._cell.prompts[one.index].ids))
     one.facts = one.facts | {"answer_limit": limit}
     keep = self._mode == "second" and turn == 0
     stops = self._cell.task.stop
-    return self._lane.put((one, turn), logits, caches, limit=limit, stop_strings=stops, keep=keep)
+    return self._lane.put(
+      (one, turn), logits, caches, place, limit=limit, stop_strings=stops, keep=keep
+    )
 
   def _row(self, index: int, turn: int) -> Row:
     row = self._cell.rows[index]
@@ -150,7 +153,7 @@ class Answers:
         text = prompts[one.index].second_after(answer.tokens.tolist())
         longest = max(len(prompt.second) for prompt in prompts)
         read = self._read([text], longest, answer.caches, [one.timing])
-        yield from self._scored(self._put(one, 1, *read))
+        yield from self._scored(self._put(one, 1, *read, 0))
 
   def _score(self, row: Row, answer: Answer) -> dict[str, Any]:
     """An answer and what it is worth."""

@@ -62,6 +62,7 @@ class Lane:
     about: Any,
     logits: jax.Array,
     caches: Caches,
+    row: int,
     *,
     limit: int,
     stop_strings: Sequence[str],
@@ -71,13 +72,13 @@ class Lane:
 
     Args:
       about: whose answer it is.
-      logits, caches: of one row.
+      logits, caches, row: of a reading.
       limit, stop_strings, keep: as `Batcher.insert` takes them.
     """
     while not self._batch.free:
       yield from self._step()
     number = self._batch.insert(
-      logits, caches, limit=limit, stop=self._ends, stop_strings=stop_strings, keep=keep
+      logits, caches, row, limit=limit, stop=self._ends, stop_strings=stop_strings, keep=keep
     )
     self._asked[number] = about, self._steps, self._clock
 

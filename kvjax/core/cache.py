@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 class CacheSpec:
   """Global sizes of a model's cache; read by `init` only (moves read sizes from arrays).
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=0)
+  Traceback (most recent call last):
+  ...
+  ValueError: CacheSpec.layers: found 0, expected 1 or more
+
   Attributes:
     batch: rows B.
     capacity: longest sequence, prompt and generation together, in tokens.

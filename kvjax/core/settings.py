@@ -43,7 +43,12 @@ def example(cls: type[M], budget: int) -> M:
 
 
 def usual(cls: type[M], budget: int) -> M:
-  """As `example`, with the paper's settings where those would do nothing in a short context."""
+  """As `example`, with the paper's settings where those would do nothing in a short context.
+
+  >>> import kvjax
+  >>> kvjax.settings.usual(kvjax.LagKV, 1024).window_size
+  128
+  """
   known = any((base, "usual") in _KNOWN for base in cls.__mro__)
   return _made(cls, "usual" if known else "example")(cls, budget)
 

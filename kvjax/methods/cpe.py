@@ -21,6 +21,11 @@ class CPE(Wrapper):
   retrieve rank visible tokens only, and shared tokens that have left the window are not attended
   to.
 
+  >>> import kvjax
+  >>> method = kvjax.CPE(k=432, sinks=16, local=64)
+  >>> method.base == kvjax.PSAW(kvjax.ETF(kvjax.CIS(k=432, sinks=16, local=64)))
+  True
+
   Attributes:
     base: PSAW(ETF(CIS())) of the values below.
     k, sinks, local, block, tau, radius, m, per: of CIS; `sinks` is that of PSAW and ETF too.

@@ -28,6 +28,11 @@ def split(label: str) -> list[str]:
 def instance(label: str, budget: int, option: str = "label") -> Method:
   """The method that a label means, with a budget.
 
+  >>> from kvjax.methods import labels
+  >>> method = labels.instance("quantised:bits=4+snapkv:window_size=16", budget=1024)
+  >>> method.bits, method.base.budget, method.base.window_size
+  (4, 1024, 16)
+
   Args:
     label: "name", or "name:field=value,field=value" for other settings than `usual` has, or
       "outer+inner", a method over another, each with settings of its own. A method from outside is

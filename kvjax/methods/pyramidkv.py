@@ -27,6 +27,13 @@ class PyramidKV(SnapKV):
   2(C − w). It floors the step (M − m) / (L − 1) instead of the product, which leaves the upper
   layers more than their share: 1.79 times the budget on average for C = 48 and 80 layers.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> [
+  ...   cache.size for cache in kvjax.PyramidKV(budget=1024).init_caches(spec)
+  ... ]  # slots of each layer
+  [1990, 1346, 702, 58]
+
   Attributes:
     window_size: last tokens of the prompt, whose queries observe (8; ART measures with 128).
     beta: how steep the pyramid is (20).

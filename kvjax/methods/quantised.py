@@ -46,6 +46,13 @@ class Quantised(Coded):
   StreamingLLM's turns, streams, AdaKV and DuoAttention are refused. Layers with a window of the
   model's own are left as they are.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> full, four = kvjax.Full(), kvjax.Quantised(kvjax.Full(), bits=4)
+  >>> taken = [kvjax.plan_memory(spec, method).device for method in (four, full)]
+  >>> round(taken[0] / taken[1], 2)
+  0.32
+
   Attributes:
     base: the method whose keys and values these are.
     bits: of a code, 8, 4 or 2. Per slot and head of H channels keys and values take H·bits/4 bytes

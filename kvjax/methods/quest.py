@@ -30,6 +30,12 @@ class Quest(Selective):
   cache read per KV head cannot do; group="max" comes nearest: a page counts as much as it can to
   any head of the group (`repo`). (That code does not force the newest page; their kernels do.)
 
+  >>> import kvjax
+  >>> method = kvjax.Quest(256, base=kvjax.SnapKV(1024))  # reads 256 of 1,024 that are kept
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> [cache.size for cache in method.init_caches(spec)]  # slots of each layer
+  [1024, 1024, 1024, 1024]
+
   Attributes:
     budget: tokens read per KV head and step, the newest page's included.
     page: tokens per page.

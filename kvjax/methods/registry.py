@@ -48,6 +48,14 @@ METHODS = _Methods(TABLE)
 def find_method(name: str, option: str = "name") -> type[Method]:
   """The class of a method, by its name.
 
+  >>> import kvjax
+  >>> kvjax.find_method("snapkv") is kvjax.METHODS["snapkv"] is kvjax.SnapKV
+  True
+  >>> kvjax.find_method("snapkw")
+  Traceback (most recent call last):
+  ...
+  ValueError: name: found 'snapkw', expected one of: ... (did you mean 'snapkv'?)
+
   Args:
     name: a registered one; or "module:Class", which is imported: a method from outside.
     option: what errors call the name.

@@ -22,6 +22,11 @@ class SnapKV(PromptScored):
 
   The paper lets the cache grow from there. Here the budget holds, as `PromptScored` says.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> [cache.size for cache in kvjax.SnapKV(budget=1024).init_caches(spec)]  # slots of each layer
+  [1024, 1024, 1024, 1024]
+
   Attributes:
     budget: tokens kept per KV head, the window included.
     window_size: last tokens of the prompt, whose queries observe (32).

@@ -24,6 +24,16 @@ class StreamingLLM(InTurn):
   among tokens of the window distances are true anyway, and the sinks are scored by a query moved
   to its own place within the cache. rope="original" keeps true distances for the sinks too.
 
+  >>> import jax.numpy as jnp
+  >>> import kvjax
+  >>> sizes = {"batch": 1, "capacity": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
+  >>> method = kvjax.StreamingLLM(budget=6, sinks=2)
+  >>> (empty,) = kvjax.empty_caches(method, **sizes, rope=kvjax.Rope())
+  >>> q, k = jnp.ones((1, 12, 2, 8)), jnp.ones((1, 12, 1, 8))
+  >>> out, cache = kvjax.prefill(empty, q, k, k)
+  >>> cache.cache.pos[0, 0].tolist()  # positions that are cached
+  [0, 1, 8, 9, 10, 11]
+
   Attributes:
     budget: tokens kept per KV head, sinks included.
     sinks: first tokens that never leave (§3.1: 4).

@@ -67,6 +67,11 @@ class LongRope:
 class Rope:
   """Rotates queries and keys by position: dimension pair (i, i + H/2) turns by pos · θ^(−2i/H).
 
+  >>> import kvjax
+  >>> rope = kvjax.Rope(theta=500_000.0, scaling=kvjax.Linear(factor=4.0), partial=0.5)
+  >>> rope.turned(128)  # dimensions of a head of 128
+  64
+
   Attributes:
     theta: base of the frequencies.
     scaling: None (default), Linear, Llama3, Yarn or LongRope.

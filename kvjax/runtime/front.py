@@ -66,6 +66,15 @@ def decode(
 ) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
   """Attention of one new token per row, which enters the cache.
 
+  >>> import jax.numpy as jnp
+  >>> import kvjax
+  >>> sizes = {"batch": 1, "capacity": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
+  >>> (empty,) = kvjax.empty_caches(kvjax.Knorm(budget=4), **sizes)
+  >>> q, k = jnp.ones((1, 2, 8)), jnp.ones((1, 1, 8))
+  >>> out, cache = kvjax.decode(empty, q, k, k)
+  >>> out.shape, cache.cache.used.item()
+  ((1, 2, 8), 1)
+
   Args:
     cache: this layer's; donate it to the program around this call.
     q, k, v: projections of the token, [B, N, H] and [B, K, H], or with an axis of one token after
@@ -154,6 +163,15 @@ def prefill(
   carry: Carry | None = None,
 ) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
   """Causal attention of a prompt, of a chunk of one, or of a later turn, which enters the cache.
+
+  >>> import jax.numpy as jnp
+  >>> import kvjax
+  >>> sizes = {"batch": 2, "capacity": 32, "heads": 2, "kv_heads": 1, "head_dim": 8}
+  >>> (empty,) = kvjax.empty_caches(kvjax.Knorm(budget=4), **sizes)
+  >>> q, k = jnp.ones((2, 12, 2, 8)), jnp.ones((2, 12, 1, 8))
+  >>> out, cache = kvjax.prefill(empty, q, k, k, jnp.array([12, 3]))
+  >>> out.shape, cache.cache.seen.tolist(), cache.cache.used.tolist()
+  ((2, 12, 2, 8), [12, 3], [4, 3])
 
   Args:
     cache: this layer's; donate it to the program around this call.

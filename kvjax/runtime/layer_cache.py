@@ -61,6 +61,12 @@ def empty_caches(
 ) -> tuple[LayerCache, ...]:
   """Empty caches, one per layer.
 
+  >>> import kvjax
+  >>> sizes = {"batch": 2, "capacity": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+  >>> caches = kvjax.empty_caches(kvjax.SnapKV(48), **sizes, layers=3)
+  >>> len(caches), caches[0].cache.slots["k"].shape
+  (3, (2, 2, 48, 16))
+
   Args:
     method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
     batch: rows B.
@@ -109,6 +115,12 @@ def empty_caches(
 
 def stacked(caches: Sequence[LayerCache]) -> LayerCache:
   """The caches of layers that share a program under `jax.lax.scan`: each array leads with L.
+
+  >>> import kvjax
+  >>> sizes = {"batch": 2, "capacity": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+  >>> caches = kvjax.empty_caches(kvjax.SnapKV(48), **sizes, layers=3)
+  >>> kvjax.stacked(caches).cache.slots["k"].shape
+  (3, 2, 2, 48, 16)
 
   Raises:
     ValueError: the layers' caches are not of one size, or there are none.

@@ -42,6 +42,11 @@ def plan_memory(
 ) -> MemoryPlan:
   """Bytes that `method.init_caches(spec)` will take. Nothing is allocated.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> kvjax.plan_memory(spec, kvjax.SnapKV(budget=1024))
+  MemoryPlan(device=2162784, host=0)
+
   Args:
     spec: sizes, as `Transformer.spec` gives them.
     method: the KV-cache method.

@@ -105,6 +105,22 @@ def generate(
   the row's cache and its `last`. Where that matters (a conversation that goes on from there),
   `chunk=1` leaves nothing behind, and the device waits for the host at every token.
 
+  A model with random weights, whose tokens mean nothing:
+
+  >>> import kvjax
+  >>> from flax import nnx
+  >>> from kvjax.models.decode.generate import generate, pad, prefill
+  >>> from kvjax.models.nn.config import ModelConfig
+  >>> from kvjax.models.nn.transformer import Transformer
+  >>> sizes = {"vocab": 61, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+  >>> model = Transformer(ModelConfig(**sizes, ffn=64), rngs=nnx.Rngs(0))
+  >>> method = kvjax.SnapKV(budget=8, window_size=4)
+  >>> caches = method.init_caches(model.spec(batch=1, capacity=96))
+  >>> logits, caches = prefill(model, *pad([range(20)]), caches, method)
+  >>> out, caches = generate(model, logits, caches, method, steps=5)
+  >>> out.tokens.shape, caches[0].seen.tolist()
+  ((1, 5), [25])
+
   Args:
     model: the decoder.
     logits: float32 [B, V] of `prefill`, or `Generation.last` of an earlier call.

@@ -29,6 +29,12 @@ def pipeline(
       ask = kvjax.pipeline("Qwen/Qwen2.5-0.5B-Instruct", "snapkv:window_size=16")
       print(ask("Name three rivers."))
 
+  >>> import kvjax
+  >>> ask = kvjax.pipeline(method="snapkv:window_size=16", budget=512)
+  >>> answers = ask(["Name three rivers.", "What is a cache?"], steps=8)
+  >>> len(answers)
+  2
+
   Args:
     model: a checkpoint, a Hugging Face folder, a .gguf file, or a model of the hub ("owner/name");
       None: SmolLM2-135M-Instruct. Converted once (`kvjax.models.io.convert.checkpoint`).

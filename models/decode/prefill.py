@@ -28,6 +28,11 @@ from kvjax.runtime import arguments
 def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.ndarray, np.ndarray]:
   """Token ids of several rows as `prefill` takes them.
 
+  >>> from kvjax.models.decode.generate import pad
+  >>> tokens, lengths = pad([[5, 6, 7], [8]], multiple=4)
+  >>> tokens.tolist(), lengths.tolist()
+  ([[5, 6, 7, 0], [8, 0, 0, 0]], [3, 1])
+
   Args:
     prompts: each row's ids; an empty one leaves its row idle.
     multiple: T is rounded up to a multiple of it: few sizes, few compilations.

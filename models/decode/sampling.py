@@ -26,6 +26,14 @@ class Sampling:
   filter acts on what the one before it left, renormalised: top-k, top-p, min-p. A token that ties
   with the last one kept is kept, and the likeliest token always stays.
 
+  >>> from kvjax.models.decode.sampling import Sampling
+  >>> Sampling(temperature=0.8, top_p=0.95).top_p
+  0.95
+  >>> Sampling(top_p=2.0)
+  Traceback (most recent call last):
+  ...
+  ValueError: Sampling.top_p: found 2.0, expected a number in (0, 1]
+
   Attributes:
     temperature: 0 takes the likeliest token (the first of equals); otherwise the logits' divisor.
     top_k: the k likeliest tokens stay; None: all.

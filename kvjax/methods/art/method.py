@@ -61,6 +61,15 @@ class ART(Wrapper):
   query is rounded to the cache's dtype first: bounds and output are those of the rounded query. It
   is ours, not the paper's, and asks for a base that reads everything that it keeps in place.
 
+  >>> import kvjax
+  >>> method = kvjax.ART(kvjax.SnapKV(1024), tau=1e-4)
+  >>> method.base.budget, method.tile
+  (1024, 128)
+  >>> kvjax.ART(kvjax.Full(), certify=2)  # an error that bounds cannot promise
+  Traceback (most recent call last):
+  ...
+  ValueError: ART.certify: found 2, expected 0 or more, below 2
+
   Attributes:
     base: the method whose plan is walked.
     tau: τ, largest movement of the probe that counts as stable.

@@ -30,6 +30,11 @@ class LongFlow(SnapKV):
   head: the paper's sums without a running maximum overflow from logits of 88 on. The newest token
   is never the victim.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(batch=1, capacity=4096, kv_heads=2, groups=4, head_dim=64, layers=4)
+  >>> [cache.size for cache in kvjax.LongFlow(budget=1024).init_caches(spec)]  # slots of each layer
+  [1024, 1024, 1024, 1024]
+
   Attributes:
     budget: slots per KV head (the paper measures 3,200).
     window_size, pool, reduce: of the prompt's cut, see SnapKV.

@@ -56,6 +56,14 @@ class Ltri(Streamed, moves=("divide",)):
   is not yet known; `quantile` and `overlap` are typical values, those that the authors' search
   found for one model are in their Tabs. 6 and 7.
 
+  >>> import kvjax
+  >>> spec = kvjax.CacheSpec(
+  ...   batch=1, capacity=1_000_000, kv_heads=2, groups=4, head_dim=64, layers=4
+  ... )
+  >>> plan = kvjax.plan_memory(spec, kvjax.Ltri(local=4096), apart=True)
+  >>> plan.host > 20 * plan.device  # of a million tokens, most are in the host's memory
+  True
+
   Attributes:
     init_tokens, local, block, retrieved, chunk, held, inject: as in `Streamed`.
     spans: C, spans per block (4; RULER 6).

@@ -51,6 +51,14 @@ class PRR(Wrapper):
   selection and attends to S anew where a tile is missed, "S2" repairs instead, "S3" predicts. The
   last step's scores are the forecast of α = 1, β = γ = 0.
 
+  >>> import kvjax
+  >>> kvjax.PRR(kvjax.Quest(1024), budget=1.25).base.budget  # speculates on 1.25 times its pages
+  1024
+  >>> kvjax.PRR(kvjax.SnapKV(1024))  # selects nothing in a step
+  Traceback (most recent call last):
+  ...
+  ValueError: PRR.base: found SnapKV(...), expected a method that selects tiles of all tokens
+
   Attributes:
     base: a method that scores tiles and selects the best: Quest or InfLLMv2 (§5.1).
     budget: ρ, how many times k are speculated on, 1 or more; 0: never speculate; "auto": what was

@@ -241,7 +241,7 @@ def _plain(page: str, links: dict[str, str]) -> str:
     where, _, member = (name, "", "") if name in links else name.rpartition(".")
     if where not in links:
       return found[0]
-    in_text = found.string[: found.start()].endswith("<code>")
+    in_text = found.string[: found.start()].endswith("<code>") or where.count(".") == 1
     told = name if in_text else name.removeprefix(f"{where.rpartition('.')[0]}.")
     return f'<a href="{links[where]}{member and "." + member}">{told}</a>'
 

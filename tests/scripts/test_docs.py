@@ -28,7 +28,7 @@ TEXTS = {name: (ROOT / name).read_text("utf-8") for name in PAGES}
 TEXTS["CHANGELOG.md"] = "\n## [".join(TEXTS["CHANGELOG.md"].split("\n## [")[:2])
 for _name in ("CHANGELOG.md", "MOVING.md"):
   TEXTS[_name] = re.sub(r"^ *\|[^|]*\|", "|", TEXTS[_name], flags=re.MULTILINE)
-FILES = ("py", "json", "txt", "md", "png")
+FILES = ("py", "json", "txt", "md", "png", "ipynb")
 NO_MODULES = (*FILES, "NAME")  # what such a name ends with
 
 documents = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)

@@ -1,12 +1,14 @@
 """The short programs run and print what they promise; so do the README's snippets."""
 
 import dataclasses
+import json
 import pathlib
 import re
 import runpy
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import kvjax
@@ -61,6 +63,22 @@ def test_example_ends_in_a_picture(name, monkeypatch, tmp_path, capsys):
   assert re.search(SAID[name], capsys.readouterr().out)
   picture = out / "needle_map.png" if out.is_dir() else out
   assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 4000
+
+
+@pytest.mark.slow
+def test_the_notebook_ends_in_a_picture(monkeypatch, tmp_path, capsys):
+  """On a tiny random model; it is kept without outputs."""
+  cells = json.loads((FOLDER / "first_steps.ipynb").read_text("utf-8"))["cells"]
+  code = [cell for cell in cells if cell["cell_type"] == "code"]
+  assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+  monkeypatch.setattr(convert, "default_checkpoint", lambda: None)
+  monkeypatch.setattr(convert, "load", lambda path: tiny.load())
+  names = {}
+  for cell in code:
+    exec("".join(cell["source"]), names)
+  names["figure"].savefig(tmp_path / "made.png")
+  lost = np.array([*names["lost"].values()])
+  assert lost.shape == (3, 3) and (lost > 0).all() and "MB  Quantised" in capsys.readouterr().out
 
 
 def test_every_example_is_short_and_run():

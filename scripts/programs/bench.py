@@ -4,15 +4,15 @@
     kvjax bench decode --quick              tiny shapes, also on a CPU
     kvjax bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
-A contender whose output misses the float32 reference gets no time, nor does one whose counted steps
-differ (tiles of a walk that may stop). A case that takes more than the device's memory is named and
-passed over. The floor is the bytes that must move over the bandwidth of
-a plain streaming read in the same run. Results are written after every case, beside other cases of
-the same versions: a stopped run leaves what it measured, and the rest can be measured later, or by
+A contender gets no time if its output differs from the float32 reference, or its number of steps
+differs (tiles of a walk that may stop). A case that needs more than the device's memory is named
+and skipped. The floor is the number of bytes that must move, divided by the bandwidth of a plain
+streaming read in the same run. Results are written after every case and merged with other cases of
+the same versions: a stopped run keeps its results, and the other cases can be measured later, or by
 another process at the same time.
 
     kvjax bench --add run/nvidia-h200 --out scripts/results      from another folder
-    kvjax bench --compare scripts/results/nvidia-h200 run        what a change has cost
+    kvjax bench --compare scripts/results/nvidia-h200 run        before and after a change
 
 Two folders of results, or two files, are compared case by case and contender by contender: the
 ratio of the medians with the bootstrap's 95 % interval over all repetitions, then what became
@@ -73,13 +73,13 @@ class Args:
   only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
   """Only cases whose name contains it."""
   no_peers: bool = False
-  """Leave other libraries out."""
+  """Omit other libraries."""
   repetitions: Annotated[int | None, common.optional("N")] = None
   """Interleaved repetitions of every contender; by default the suite's, 20, or 3 with --quick."""
   out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Write <device>/bench_<suite>.json and .txt there, such as scripts/results."""
   minutes: Annotated[float, tyro.conf.arg(metavar="M")] = math.inf
-  """Begin no case after so many."""
+  """Start no case after this many minutes."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
   """Run nothing: take over the cases of the bench_*.json there, into --out."""
   compare: Annotated[tuple[pathlib.Path, pathlib.Path] | None, common.optional("OLD NEW")] = None

@@ -5,7 +5,8 @@
 
 The file is an .npz without pickles: `channels` int32 [L, K, H], for every layer and key/value head
 all channels by mean |q_d·k_d| over the text, largest first, and `about`, a JSON text that says what
-they were found on: by default texts of no test (`scripts/programs/evals/streams.py`). Use it with
+they were found on: by default texts that no test uses (`scripts/programs/evals/streams.py`). Use it
+with
 
     caches = double_sparsity.calibrated(caches, double_sparsity.load_channels(path))
 

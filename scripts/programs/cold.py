@@ -3,9 +3,9 @@
     kvjax cold --out scripts/results                  Llama-3.1-8B's shape, on a GPU
     kvjax cold --model tiny --length 256              a quick look, on any device
 
-Each row is a process of its own. Weights are drawn and caches allocated before the clock starts; it
-stops when the first token is on the host. The first process of a method begins with an empty
-compilation cache, the second one with what the first left there.
+Each row is a separate process. Weights are drawn and caches allocated before the clock starts; it
+stops when the first token is on the host. The first process of a method starts with an empty
+compilation cache, the second with the programs of the first.
 """
 
 import collections

@@ -6,10 +6,10 @@
     kvjax convert model-00001-of-00003.gguf large
 
 Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text) and gpt-oss models convert.
-float32, float16 and bfloat16 stay as they are; quantised blocks become bfloat16, or float32 to the
-last bit with --dtype float32, in twice the bytes. A few layers are in memory at a time. The folder
-is written under another name and renamed last, so an interrupted conversion leaves no checkpoint.
-Pickled weights (.bin, .pt) are refused.
+float32, float16 and bfloat16 are stored unchanged; quantised blocks become bfloat16, or exact
+float32 with --dtype float32, in twice the bytes. A few layers are in memory at a time. The folder
+is written under another name and renamed at the end, so an interrupted conversion leaves no
+checkpoint. Pickled weights (.bin, .pt) are not accepted.
 """
 
 import dataclasses

@@ -4,9 +4,9 @@
     kvjax demo --methods all --length 4000         every method
     kvjax demo --methods snapkv quest --budget 256
 
-SmolLM2-135M-Instruct is fetched and converted the first time. It answers a chat question, then a
-needle question over presidential addresses under one method after the other. A table compares each
-method with the full cache; each row is printed as soon as it is known.
+SmolLM2-135M-Instruct is downloaded and converted once. It answers a chat question, then a needle
+question about presidential addresses under each method in turn. A table compares each method with
+the full cache; each row is printed as soon as it is measured.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@
     kvjax methods snapkv
     kvjax methods mine:Class
 
-Other commands take these names, with settings and one over another: snapkv:window_size=16,
+Other commands accept these names with settings, snapkv:window_size=16, and compositions,
 quantised:bits=4+snapkv.
 """
 

@@ -5,9 +5,9 @@
 
 Takes folders that `evaluate` wrote and JSON files that `bench` wrote. The report is one HTML file
 that needs no other file. Pictures: needle by length and depth; score against measured bytes; score
-against milliseconds a token, bytes kept and bytes read (where a folder has a speed.jsonl); speed
-and memory against length; tasks with intervals relative to the full cache; divergence by position;
-what was visited by layer and step. A picture without data is left out.
+against milliseconds per token, bytes kept and bytes read (if a folder has a speed.jsonl); speed and
+memory against length; tasks with intervals relative to the full cache; divergence by position;
+visited tokens by layer and step. Pictures without data are omitted.
 """
 
 import base64

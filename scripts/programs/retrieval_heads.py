@@ -3,9 +3,9 @@
     kvjax retrieval-heads heads.json
     kvjax retrieval-heads heads.json --checkpoint FOLDER --samples 20
 
-Texts, keys and numbers are those of no test (`scripts/programs/evals/streams.py`), and the file
-says which: `kvjax evaluate` and `kvjax needle-recall` refuse heads that were found on what they
-test.
+No test uses these texts, keys and numbers (`scripts/programs/evals/streams.py`), and the file
+records them: `kvjax evaluate` and `kvjax needle-recall` do not accept heads that were found on
+their own test data.
 
 A head's score is the share of a needle's tokens that it copies, mean over prompts: a token counts
 as copied when the head attends most to that very token within the needle at the step that has to
@@ -16,7 +16,7 @@ were found on. Use it with
     kvjax.Ltri(heads=load(path))
 
 With `--pattern heads.tsv` it also writes a gate for each key/value head, the best score of its
-query heads: a line of tab-separated numbers for each layer, as published patterns have them, and a
+query heads: a line of tab-separated numbers per layer, in the format of published patterns, and a
 comment with the same record:
 
     kvjax.DuoAttention.from_tsv("heads.tsv", sparsity=0.5)

@@ -3,21 +3,21 @@
     kvjax speed --methods quest snapkv --lengths 8192 --batches 1 8 --out run
     kvjax speed --checkpoint FOLDER --methods all --budgets 1024 4096 --out run
 
-Nothing is forced or drawn at random: the rows are speeches, as in the task `kl` of `evaluate`, and
-what a method selects, shares or stops depends on their activations. Each measured method is a line
-of <out>/speed.jsonl; what the folder has is not measured again:
+No activation is random: the rows are speeches, as in the task `kl` of `evaluate`, and each method
+selects, shares or stops on their activations. Each measured method is a line of <out>/speed.jsonl;
+methods that are already in the folder are not measured again:
 
-    us            of a step of the whole batch, greedy, STEPS steps a dispatch; its quartiles; all
+    us            a greedy step of the whole batch, STEPS steps per dispatch; its quartiles; all
     cache_bytes   of the caches on the device, host_bytes on the host
-    read_bytes    what a step moves at most, weights and caches
-    expected_us   what `advise` expects of a step, with this device's bandwidth
-    peak_bytes    what a step holds, weights and caches included, as the compiler plans it; reading
+    read_bytes    bytes that a step moves at most, weights and caches
+    expected_us   the time that `advise` expects for a step, at this device's bandwidth
+    peak_bytes    memory of a step as planned by the compiler, including weights and caches; reading
                   the prompt takes more, less with smaller chunks
-    prefill_s     seconds in which the prompt was read
+    prefill_s     seconds to read the prompt
 
-Before timing, one step is compared with the reference implementation on the same caches: `error`
-is the relative difference of the logits, `agreed` the share of rows with the same likeliest token.
-Above TOLERANCE the line has no time.
+Before timing, one step is compared with the reference implementation on the same caches: `error` is
+the relative difference of the logits, `agreed` the share of rows with the same most likely token.
+If the error exceeds TOLERANCE, the line has no time.
 """
 
 import contextlib

@@ -1,18 +1,18 @@
-"""Measure the device that this runs on, and write what kernels and floors ask of it.
+"""Measure this device and the best configurations of its kernels.
 
     kvjax tune                              bandwidths and decode kernels, minutes
     kvjax tune --all                        also decode that leaves logits, and PRR's speculation
     kvjax tune --model qwen                 the heads of a model, at lengths and batches that fit
     kvjax tune decode --only "B8 T32K" --dry-run
 
-Kernels find the tables in the user's cache folder ($KVJAX_CACHE, or ~/.cache/kvjax), from the next
-process on. What is there already, of the same versions of the library and of JAX, is not measured
-again: a run that was interrupted goes on where it ended. Run it after an upgrade.
+The tables are written to the user's cache folder ($KVJAX_CACHE, or ~/.cache/kvjax), where kernels
+find them from the next process on. Results of the same versions of the library and of JAX are not
+measured again: an interrupted run resumes. Run it after an upgrade.
 
 Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
 programs for the best of them, down to one piece per row, which needs no join. Every configuration
-is checked against the float32 reference. Of those within 1 % of the best, the one counts that is
-fastest where rows differ in length.
+is checked against the float32 reference. Of those within 1 % of the best, the fastest one for rows
+of different lengths is chosen.
 """
 
 import concurrent.futures
@@ -70,9 +70,9 @@ class Args:
   repetitions: Annotated[int, tyro.conf.arg(metavar="N")] = 5
   """Timings of each configuration."""
   again: bool = False
-  """Measure what is there already, too."""
+  """Measure again what the tables already have."""
   ship: bool = False
-  """Write into the library's own folder, for everybody, in place of the user's."""
+  """Write to the library's folder, for all users, instead of the user's cache folder."""
   out: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Write <device>/<table>.json there, where kernels do not look."""
   dry_run: bool = False

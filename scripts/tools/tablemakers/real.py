@@ -272,7 +272,7 @@ def advice(results: Results) -> Part:
         fastest, least = (_advised(found, view, board, point) for point in taken)
         place = f"{view.whole.length >> 10}K, batch {board.batch}"
         rows.append([place, _attended(same), fastest, "the same" if least == fastest else least])
-  head = ("context", "tokens attended to", "fastest", "least kept")
+  head = ("context", "tokens attended to", "fastest", "smallest cache")
   return cells.table(head, rows, labels=2)
 
 

@@ -29,8 +29,8 @@ def narrowed(at: At, visible: Plan, plan: Plan) -> Plan:
   codes = (visible.codes is None) == (plan.codes is None)
   if not (window and codes and plan.needs == visible.needs):
     raise ValueError(
-      f"{at.name}.plan: found a plan that forgets what queries see (window, needs, codes), "
-      "expected visible.listed(...) of the one that it is given"
+      f"{at.name}.plan: found a plan without the window, needs or codes of the visible one, "
+      "expected visible.listed(...)"
     )
   return plan
 

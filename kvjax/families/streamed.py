@@ -242,8 +242,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Retrieves, and shows window and chunk beside what is far."""
     if prompt.index is not None:
       raise NotImplementedError(
-        f"{at.name}: found layers that compute a part of a prompt, expected none: "
-        "blocks are made of what all their queries attend to"
+        f"{at.name}: found layers that compute a part of a prompt, expected layers that compute "
+        "all of it: blocks depend on all queries"
       )
     index = prompt.query_index()
     qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
@@ -341,8 +341,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     for move in ("window", "span"):
       if forms.overrides(at.top, move):
         raise NotImplementedError(
-          f"{at.name}.{move}: found an override over {type(self).__name__}, which "
-          "attends to its own window and to the blocks that it retrieves, expected none"
+          f"{at.name}.{move}: found an override over {type(self).__name__}, expected none: it "
+          "attends to its own window and to retrieved blocks"
         )
 
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
@@ -432,7 +432,7 @@ def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, .
     room = cache.rows["inject"].shape if "inject" in cache.rows else (cache.seen.shape[0], 0)
     if room != blocks.shape:
       raise ValueError(
-        f"blocks: found shape {blocks.shape}, expected {room} as the method's inject says"
+        f"blocks: found shape {blocks.shape}, expected {room}, from the method's inject"
       )
     if "inject" not in cache.rows:
       return cache

@@ -58,16 +58,16 @@ class Wrapper(Method):
     own = self._own()
     if own and self.base.traits.uneven is not None:
       raise ValueError(
-        f"{type(self).__name__}.base: found {self.base!r}, whose heads have not as many slots "
-        "each, expected one whose slots are [B, K, S]"
+        f"{type(self).__name__}.base: found {self.base!r}, whose heads have different numbers "
+        "of slots, expected a base with slots [B, K, S]"
       )
     for driver in DRIVERS:
       shapes = driver == "init_caches"
       asked = [x for x in own if (x in SHAPES) == shapes and x not in DRIVERS]
       if asked and driver not in own and forms.overrides(self.base, driver):
         raise ValueError(
-          f"{type(self).__name__}.base: found {self.base!r}, whose {driver} need not ask for "
-          f"{', '.join(asked)}, expected a base that leaves {driver} as it is"
+          f"{type(self).__name__}.base: found {self.base!r}, whose {driver} may not call "
+          f"{', '.join(asked)}, expected a base that does not override {driver}"
         )
 
   @property

@@ -35,8 +35,8 @@ def instance(label: str, budget: int, option: str = "label") -> Method:
 
   Args:
     label: "name", or "name:field=value,field=value" for other settings than `usual` has, or
-      "outer+inner", a method over another, each with settings of its own. A method from outside is
-      "module:Class". A value that names a file of FILES is what stands there.
+      "outer+inner", a method over another, each with its own settings. An external method is
+      "module:Class". If a value is a file name with a suffix of FILES, its contents are used.
     budget: tokens; of methods over others, the innermost one's.
     option: what errors call the label.
 

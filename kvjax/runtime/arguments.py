@@ -205,5 +205,5 @@ def _whole_only(method: Method, name: str, found: str) -> None:
   if not method.traits.chunkable:
     raise NotImplementedError(
       f"{name}: found {found}, expected None for {method!r}, which has to see a whole "
-      "prompt before it chooses what stays"
+      "prompt before it chooses tokens"
     )

@@ -167,8 +167,8 @@ def _check_sees_all(at: At, sees_all: bool) -> None:
   """Raises where moves of a subclass, or of a wrapper, would hide a part of the context."""
   if not sees_all:
     raise NotImplementedError(
-      f"{at.name}: found a window or a plan of its own, expected none: branches see their whole "
-      "context"
+      f"{at.name}: found an override of window or plan, expected none: branches attend to their "
+      "whole context"
     )
 
 

@@ -343,6 +343,6 @@ def _result(
   if handed.heads or handed.rows:
     raise TypeError(
       f"{_name(cache)} hands something from layer to layer: found no carry, expected kvjax.Carry() "
-      "in the first layer and in the others what the layer before returned"
+      "in the first layer, and the previous layer's in the others"
     )
   return out, after

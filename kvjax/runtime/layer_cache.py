@@ -131,8 +131,8 @@ def stacked(caches: Sequence[LayerCache]) -> LayerCache:
   kinds = [jax.tree.structure(cache) for cache in alike]
   if any(x != y[0] for y in (shapes, kinds) for x in y):
     raise ValueError(
-      f"caches: found different sizes of {caches[0].method!r}, expected layers that are alike: "
-      "unroll them"
+      f"caches: found layers of different sizes of {caches[0].method!r}, expected equal layers: "
+      "run others without scan"
     )
   return jax.tree.map(lambda *layers: jnp.stack(layers), *alike)
 

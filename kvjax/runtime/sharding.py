@@ -116,8 +116,8 @@ def cache_specs(caches: Any, method: Method) -> Any:
   def of(part: Any) -> Any:
     if not isinstance(part, Cache):
       raise NotImplementedError(
-        f"caches: found {type(part).__name__}, expected kvjax.Cache: only its shelves say what is "
-        "split over devices"
+        f"caches: found {type(part).__name__}, expected kvjax.Cache, whose shelves define how it "
+        "is split over devices"
       )
     by_head = spec_of(("batch", "kv_heads"))
     by_slot = spec_of(("batch", "kv_heads", "slots"))
@@ -165,7 +165,7 @@ def checked_shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_spec
 
   @opaque.def_vmap
   def refuse(*_: Any) -> Any:
-    raise NotImplementedError("Env.check_nan: found vmap over a mesh, expected none")
+    raise NotImplementedError("Env.check_nan: found vmap over a mesh, expected no vmap")
 
   def call(*args: Any) -> Any:
     error, result = opaque(*args)
@@ -196,7 +196,7 @@ def check_windows(windows: Sequence[int | None], mesh: Mesh) -> None:
   if mesh.shape[SLOTS] > 1 and any(windows):
     raise NotImplementedError(
       f"mesh: found slots split over {mesh.shape[SLOTS]} devices for a model with windows of "
-      f"{sorted(set(filter(None, windows)))} tokens, expected one: a ring of slots is not split "
+      f"{sorted(set(filter(None, windows)))} tokens, expected 1: a ring of slots is not split "
       "(make_mesh(heads=...) splits key/value heads)"
     )
 

@@ -54,7 +54,7 @@ def compress(model: Transformer, caches: Caches, method: Method) -> Caches:
   check_method("method", method)
   checks.laid_out(caches, Full(), model.spec(1, 1))
   if model.mesh is not None:
-    raise NotImplementedError("model: found one over several devices, expected one on one device")
+    raise NotImplementedError("model: found a mesh of several devices, expected one device")
   _check_reads_as_full(method)
   size = max(cache.size for cache in sliding.served(caches) or caches)
   spec = model.spec(len(caches[0].seen), size, caches[0].slots["k"].dtype)
@@ -104,8 +104,8 @@ def _check_asks_no_queries(
   asked = {x for eqn in program.eqns for x in eqn.invars if not isinstance(x, Literal)}
   if not asked.isdisjoint(program.invars):
     raise NotImplementedError(
-      f"method: found {method!r}, which looks at a prompt's queries, expected one that looks at "
-      "keys, values and positions: live caches hold no queries (let it read the prompt itself)"
+      f"method: found {method!r}, which depends on a prompt's queries, expected one that needs "
+      "only keys, values and positions: caches hold no queries (prefill with the method instead)"
     )
 
 

@@ -159,7 +159,7 @@ def scored(
     NotImplementedError: the model is spread over several devices.
   """
   if model.mesh is not None:
-    raise NotImplementedError("model: found one over several devices, expected one on one device")
+    raise NotImplementedError("model: found a mesh of several devices, expected one device")
   for name, found in (("chunk", chunk), ("sinks", sinks)):
     if found < 1:
       raise ValueError(f"{name}: found {found}, expected at least 1")
@@ -204,7 +204,9 @@ def over_layers(
   """
   base = _kvzip(method)
   if not isinstance(method, AdaKV):
-    raise TypeError(f"method: found {method!r}, expected kvjax.AdaKV over it: heads differ")
+    raise TypeError(
+      f"method: found {method!r}, expected kvjax.AdaKV over it, as heads differ in length"
+    )
   if tile < 1:
     raise ValueError(f"tile: found {tile}, expected at least 1")
   every = np.stack([np.asarray(x) for x in scores], 1)  # [B, L, K, T]

@@ -258,7 +258,7 @@ class _Reader(gguf.GGUFReader):
     width = row if kind in _NUMPY else row // block * size
     length = math.prod(shape[:-1]) * width
     if length * np.dtype(stored).itemsize > len(self.data):
-      raise ValueError(f"tensor {name!r}: found shape {shape}, expected what the file has room for")
+      raise ValueError(f"tensor {name!r}: found shape {shape}, expected at most the file's size")
     data = self._get(begin, stored, length)
     return Tensor(name, kind, shape, data.reshape(*shape[:-1], width))
 

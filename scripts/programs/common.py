@@ -287,8 +287,8 @@ def template_arguments(given: str | None) -> dict[str, Any]:
     found = given
   if not isinstance(found, dict) or {"messages", "add_generation_prompt"} & set(found):
     raise ValueError(
-      f"--template-args: found {given!r}, expected a JSON object of what the chat template reads "
-      'beside the messages: {"enable_thinking": false}'
+      f"--template-args: found {given!r}, expected a JSON object of further arguments of the chat "
+      'template, such as {"enable_thinking": false}'
     )
   return found
 

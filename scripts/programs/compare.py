@@ -105,7 +105,9 @@ def _check_alike(
   """Raises where the files are of cards whose times say nothing of each other."""
   cards = [held.get("device", "") for held in (before, after)]
   if cards[0] != cards[1] and not devices.alike(*map(devices.device, cards)):
-    raise ValueError(f"{old} and {new}: found {cards[0]} and {cards[1]}, expected cards alike")
+    raise ValueError(
+      f"{old} and {new}: found {cards[0]} and {cards[1]}, expected equal kinds of cards"
+    )
 
 
 def _alone(old: dict[Any, Any], new: dict[Any, Any], form: str) -> list[str]:

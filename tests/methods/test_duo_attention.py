@@ -242,5 +242,5 @@ def test_what_does_not_fit_is_refused():
     pattern_of(np.ones((1, 2)), shards=3)
   with pytest.raises(ValueError, match="leave prefill attention dense"):
     SharedPrefill((MIXED,))
-  with pytest.raises(TypeError, match=r"Own\.victim: found a form of its own"):
+  with pytest.raises(TypeError, match=r"Own\.victim: found an override"):
     dataclasses.make_dataclass("Own", [], bases=(DuoAttention,), namespace={"victim": None})

@@ -125,7 +125,7 @@ def test_refusals():
   with pytest.raises(ValueError, match=r"caches: found those of KeyDiff.* expected Full"):
     compress(model(), mine, Knorm(8))
   _, full = read(Full())
-  with pytest.raises(NotImplementedError, match=r"found SnapKV.*looks at a prompt's queries"):
+  with pytest.raises(NotImplementedError, match=r"found SnapKV.*depends on a prompt's queries"):
     compress(model(), full, SnapKV(12, 4))
   with pytest.raises(NotImplementedError, match=r"KVzip.*kvjax\.models\.decode\.reconstruct does"):
     compress(model(), full, kvjax.KVzip(12, 4))

@@ -222,7 +222,7 @@ def patch(path, at, data):
     ("offset", struct.pack("<Q", 2**64 - 4096), "the file ends at byte"),  # wraps into the header
     ("offset", struct.pack("<Q", 2**40), "the file ends at byte"),
     ("offset", struct.pack("<Q", 33), "found at offset 33, expected a multiple of 32"),
-    ("dimensions", struct.pack("<IQQ", 2, 2**32, 2**32), "expected what the file has room for"),
+    ("dimensions", struct.pack("<IQQ", 2, 2**32, 2**32), "expected at most the file's size"),
     ("dimensions", struct.pack("<I", 2**31), "dimensions of tensor|the file ends"),
     ("dimensions", struct.pack("<I", 5), "found 5 dimensions|not a valid|number|the file ends"),
     ("count", struct.pack("<Q", 2**40), "found 1,099,511,627,776 tensors, expected at most"),

@@ -70,8 +70,8 @@ class DuoAttention(Method):
     own = [move for move in OF_HEADS if getattr(cls, move) is not getattr(DuoAttention, move)]
     if own:
       raise TypeError(
-        f"{cls.__name__}.{own[0]}: found a form of its own, expected none: heads of DuoAttention "
-        "are those of Full and StreamingLLM, which would pass it by"
+        f"{cls.__name__}.{own[0]}: found an override, expected none: heads of DuoAttention run "
+        "under Full and StreamingLLM, which would ignore it"
       )
 
   def __post_init__(self):

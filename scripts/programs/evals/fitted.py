@@ -122,7 +122,7 @@ def refuse_unknown(what: Sequence[Fitted], allowed: bool) -> None:
     if each.record is None and not allowed:
       raise ValueError(
         f"{each.name}: found nothing on what it was fitted on, expected a record as `kvjax "
-        "retrieval-heads` writes it, or --unknown-fit, with which rows say that it is unknown"
+        "retrieval-heads` writes it, or --unknown-fit, which marks its rows as unknown"
       )
 
 
@@ -143,8 +143,8 @@ def check(what: Sequence[Fitted], task: str, seed: int, rows: Sequence[Row]) -> 
     assert each.record is not None
     if why := _shared(each.record, task, seed, rows, marks):
       raise ValueError(
-        f"{each.name}: found {why}, on which it was fitted, expected texts, keys and seeds of its "
-        "own: fit anew with `kvjax retrieval-heads`, or on another text"
+        f"{each.name}: found {why}, on which it was fitted, expected other texts, keys and "
+        "seeds: fit again with `kvjax retrieval-heads`, or on another text"
       )
 
 

@@ -7,11 +7,11 @@
     lm = KVCacheLM(model, tokenizer, kvjax.SnapKV(budget=512))
     print(lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])["results"])
 
-Contexts are read into the method's cache, and what is scored is then decoded token by token: every
-log-likelihood is one that the method gives while it generates.
+Contexts are read into the method's cache, and scored tokens are then decoded one by one: every
+log-likelihood is the one that the method gives while generating.
 
-Lengths and requests mean what they mean to `HFLM`, but that sampling has no `top_k` of 50 unless a
-task says so, and that what this decoder cannot do is refused by name before anything is read.
+Lengths and requests mean the same as in `HFLM`, except that sampling has no `top_k` of 50 unless a
+task sets it. Unsupported requests raise an error before anything is read.
 """
 
 import dataclasses
@@ -337,7 +337,7 @@ def _sampling(told: dict[str, Any]) -> Sampling:
       known = ("until", *_STEPS, "do_sample", "temperature", "top_p", "top_k", "min_p")
       raise ValueError(f"generation_kwargs: found {name} = {value!r}, expected {', '.join(known)}")
     if value not in _NEUTRAL[name]:
-      raise ValueError(f"{name}: found {value!r}, expected {_NEUTRAL[name][0]}: there is no other")
+      raise ValueError(f"{name}: found {value!r}, expected {_NEUTRAL[name][0]}")
   temperature = values.get("temperature", 0.0)
   if sample and not temperature > 0:
     raise ValueError(f"temperature: found {temperature} with do_sample, expected more than 0")

@@ -89,7 +89,7 @@ def _family(name: str) -> list[Task]:
   if not there:
     missing = local.folder() / members[0].needs[0]
     raise FileNotFoundError(
-      f"--tasks {name}: found none of its files, expected {missing} and others like it: a task's "
-      f"name ({members[0].name}) in place of the family's says where they come from"
+      f"--tasks {name}: found none of its files, expected {missing} and similar files: give a "
+      f"task's name ({members[0].name}) to see where its file comes from"
     )
   return there

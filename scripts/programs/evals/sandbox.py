@@ -39,8 +39,8 @@ def check_allowed(task: str) -> None:
   said = os.environ.get(ALLOW)
   if said not in ("1", UNSAFE):
     raise PermissionError(
-      f"{task}: its answers are programs, which are run to be scored: found {ALLOW} = "
-      f"{said!r}, expected 1 (--run-code), on a machine where nothing is at stake"
+      f"{task}: scoring runs programs written by the model: found {ALLOW} = {said!r}, "
+      "expected 1 (--run-code), on a machine without valuable data"
     )
   if said != UNSAFE and (why := no_namespaces()):
     raise PermissionError(
@@ -123,7 +123,7 @@ def _tested(program: str, head: str, test: str, name: str, *, shut_in: bool) -> 
     if said not in ("passed", "failed"):
       errors.seek(0)
       lines = errors.read().decode("utf-8", "replace").strip().splitlines()
-      raise OSError(said or (lines[-1] if lines else "a process ended without a word"))
+      raise OSError(said or (lines[-1] if lines else "a process ended without a message"))
     return said == "passed"
 
 

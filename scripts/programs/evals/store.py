@@ -126,8 +126,8 @@ class Store:
         if one != before and None not in (one, before):
           where = "{task} at {length} tokens, {mode}, {method}, row {index}".format_map(row)
           raise ValueError(
-            f"{folder}: {where}: found {name} = {one!r} beside results with {before!r}: "
-            "expected the same, or another --out"
+            f"{folder}: {where}: found {name} = {one!r}, but stored results have "
+            f"{before!r}, expected the same, or another --out"
           )
     self.rows |= new
     return list(new.values())

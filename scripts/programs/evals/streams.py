@@ -61,8 +61,8 @@ def help_texts() -> dict[str, str]:
     from pydoc_data.topics import topics
   except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-      "pydoc_data (Python's help texts, to fit on) is not installed: it is part of Python's "
-      "standard library, which this Python lacks"
+      "found no pydoc_data, expected it: heads are fitted on Python's help texts, a part of the "
+      "standard library that this Python lacks"
     ) from error
   found = {}
   for name, text in sorted(topics.items()):

@@ -340,9 +340,9 @@ def test_a_window_is_refused(impl):
   narrow = Layer(Windowed(Full(), 3, 32, 12), every, env=layer.at.env)
   narrow.cache = layer.cache
   start = np.repeat(CONTEXTS, 3)
-  with pytest.raises(NotImplementedError, match="Windowed: found a window or a plan of its own"):
+  with pytest.raises(NotImplementedError, match="Windowed: found an override of window or plan"):
     narrow.decode(start)
-  with pytest.raises(NotImplementedError, match="Windowed: found a window or a plan of its own"):
+  with pytest.raises(NotImplementedError, match="Windowed: found an override of window or plan"):
     narrow.prefill(np.full(6, 2), start=start, past=None)
 
 

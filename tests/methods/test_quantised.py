@@ -193,8 +193,8 @@ REFUSED = {
   "infllm": "replaces stage, and so does",  # which streams
   "ltri": "replaces stage, and so does",
   **dict.fromkeys(("quantised", "kivi"), "replaces insert, and so does"),  # codes of codes
-  "adakv": "expected one whose slots are",
-  "duo_attention": "expected one whose slots are",
+  "adakv": "expected a base with slots",
+  "duo_attention": "expected a base with slots",
 }
 
 

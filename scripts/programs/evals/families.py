@@ -44,20 +44,20 @@ SKIMS = Family(
 )
 EVICTS = Family(
   "keep the budget, the prompt read in full",
-  "what left is gone: a later question may need it",
+  "evicted tokens are gone; a later question may need them",
   "tab:red",
 )
 WINDOWS = Family(
   "keep first and newest tokens",
-  "what left the window is gone, and the prompt was read through it",
+  "tokens outside the window are gone, and the prompt is read through it",
   "tab:orange",
 )
 STREAMS = Family(
   "keep blocks in host memory",
-  "the prompt is read through a window; blocks that are not retrieved are not seen",
+  "the prompt is read through a window; only retrieved blocks are seen",
   "tab:green",
 )
-CONTROL = Family("the control", "it chooses by chance", "0.55")
+CONTROL = Family("the control", "it chooses at random", "0.55")
 OTHERS = Family("others", "unknown", "tab:brown")
 FAMILIES = (WHOLE, READS, ROUNDS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTROL)
 

@@ -19,7 +19,7 @@ REPETITIONS = 3
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
   """Methods at their rows; answers of 100 to 1,500 tokens, short ones more often than long ones."""
-  name = "tiny" if quick else "Qwen3-1.7B"
+  name = "tiny" if quick else "Llama-3.1-8B"
   rows, snapkv = (2, kvjax.SnapKV(16, window_size=4)) if quick else (64, kvjax.SnapKV(1024))
   for label, method in {"Full": kvjax.Full(), "SnapKV": snapkv}.items():
     title = f"{label} {name} B{rows}"
@@ -28,12 +28,12 @@ def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
 
 
 def requests(rows: int, vocab: int, quick: bool) -> list[tuple[np.ndarray, int]]:
-  """Prompts and limits, whose logarithms are spread evenly: eight times as many as rows."""
+  """Prompts and limits, whose logarithms are spread evenly: four times as many as rows."""
   rng = np.random.default_rng(0)
   prompt, low, high = (8, 2, 20) if quick else (256, 100, 1500)
   return [
     (rng.integers(0, vocab, prompt, np.int32), round(low * (high / low) ** rng.random()))
-    for _ in range(8 * rows)
+    for _ in range(4 * rows)
   ]
 
 

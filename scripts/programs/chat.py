@@ -4,35 +4,36 @@
     kvjax chat --method quest --budget 512 --checkpoint qwen
     kvjax chat --temperature 0.7 --top-p 0.9 --system "Answer in one sentence."
 
-A line is a message. A line that begins with a slash is a command:
+A line is a message, and so is a paste of several lines. A line that begins with a slash is a
+command:
 
+    /file PATH              put a file's text before the next message
     /method NAME [BUDGET]   go on under another method, which reads the conversation again
     /again                  answer the last message again, under the present method
     /methods                list the methods
     /clear                  forget the conversation
     /help                   list these commands
-    /quit                   end (or Ctrl-D); Ctrl-C stops an answer
+    /quit                   end (or Ctrl-D, or Ctrl-C twice); Ctrl-C stops an answer
 """
 
 import contextlib
 import dataclasses
 import io
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import jax
 import numpy as np
 import tyro
 
 from kvjax.methods import labels
 from kvjax.models.decode.caches import next_turn, room
-from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.generate import generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.programs import common, console, context, methods
-from kvjax.programs.clock import Clock
+from kvjax.programs import common, console, context, methods, turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Conversation:
     self._live: Live | None = None
 
   def clear(self) -> None:
-    """Forgets all messages but the system's."""
+    """Forgets files, and all messages but the system's."""
+    self._files: list[str] = []
     system = self._args.system
     self.messages = [] if system is None else [{"role": "system", "content": system}]
     self._live = None
@@ -126,16 +128,28 @@ class Conversation:
     self._live = None
     return message
 
+  def attach(self, path: str) -> str:
+    """Puts a file's text before the next message; its size in tokens, in words.
+
+    Raises:
+      FileNotFoundError, ValueError: there is no such file, or it is no text in UTF-8.
+    """
+    text = common.read_text(pathlib.Path(path).expanduser(), "/file")
+    self._files.append(text)
+    tokens = len(self._tokenizer.encode(text, bos=False))
+    return f"{path}: {tokens:,} tokens, which the next message follows"
+
   def ask(self, message: str) -> str:
-    """Prints the answer as it comes; what it took, in one line.
+    """Prints the answer as it comes; what it took, in one line. Files go with the message.
 
     Raises:
       ValueError: the conversation is too long for the caches.
     """
-    turn = {"role": "user", "content": message}
+    message, self._files = "\n\n".join([*self._files, message]), []
+    asked = {"role": "user", "content": message}
     live = self._live
     if live is None:
-      ids = self._tokenizer.chat([*self.messages, turn], **self._template_args)
+      ids = self._tokenizer.chat([*self.messages, asked], **self._template_args)
       caches = self.method.init_caches(self._spec)
     else:
       caches = live.caches
@@ -145,22 +159,23 @@ class Conversation:
     if steps < 1:
       raise ValueError(
         f"conversation: found {len(ids)} more tokens and room for {int(left[0])} of --length "
-        f"{self._args.length}: /clear begins a new one"
+        f"{self._args.length}: /clear begins a new one, and a larger --length holds more"
       )
+    seen = 0 if live is None else int(caches[0].seen[0])
+    what = f"the conversation and --steps {steps}"
+    turn.check_context(self._model, self.method, seen, len(ids) + steps, what)
     shown: list[str] = []
+    taken, streamer = turn.Turn(), console.Streamer()
     self._live = None  # the drivers take the caches over
+
+    def show(texts: list[str]) -> None:
+      shown.append(texts[0])
+      streamer.show("".join(shown))
+
     try:
-      with Clock() as clock, console.step(f"reading {len(ids):,} tokens", fleeting=True):
-        tokens = common.right_padded(ids, multiple=64)
-        logits, caches = prefill(self._model, tokens, np.array([len(ids)]), caches, self.method)
-        jax.block_until_ready(logits)
-      streamer = console.Streamer()
-
-      def show(texts: list[str]) -> None:
-        shown.append(texts[0])
-        streamer.show("".join(shown))
-
-      with Clock() as answering:
+      step = console.step(f"reading {len(ids):,} tokens", fleeting=True)
+      logits, caches = turn.read(self._model, ids, caches, self.method, taken, step)
+      with taken.writing:
         generation, caches = generate(
           self._model,
           logits,
@@ -175,21 +190,19 @@ class Conversation:
           on_text=show,
         )
       streamer.show("".join(shown), final=True)
+    except common.Terminated:
+      raise
     except KeyboardInterrupt:
-      self._keep(turn, "".join(shown))
+      self._keep(asked, "".join(shown))
       return "stopped: the conversation is read again with the next message"
-    self._keep(turn, spoken(self._tokenizer, generation.tokens[0], "".join(shown)))
+    self._keep(asked, spoken(self._tokenizer, generation.tokens[0], "".join(shown)))
     self._live = Live(caches, generation.tokens[0])
+    taken.written = int(generation.lengths[0])
     budget = f" {self.budget:,}" if hasattr(self.method, "budget") else ""
-    count, seen = int(generation.lengths[0]), int(caches[0].seen[0])
-    return (
-      f"{self.name}{budget} · read {len(ids):,} tokens in {clock.running:.1f} s, wrote "
-      f"{count} at {count / answering.running:.1f} a second, compiled {_compiled(clock, answering)}"
-      f" · {seen:,} tokens in {common.device_bytes(caches) / 1e6:.1f} MB"
-    )
+    return f"{self.name}{budget} · {taken.said(caches)}"
 
-  def _keep(self, turn: dict[str, str], answer: str) -> None:
-    self.messages += [turn, {"role": "assistant", "content": answer}]
+  def _keep(self, asked: dict[str, str], answer: str) -> None:
+    self.messages += [asked, {"role": "assistant", "content": answer}]
 
 
 def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:
@@ -209,18 +222,16 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:
   return tokenizer.decode(ids[len(ids) - ids[::-1].index(begin) :])
 
 
-def _compiled(*clocks: Clock) -> str:
-  return f"{sum(clock.compiling for clock in clocks):.1f} s"
-
-
 def obey(talk: Conversation, line: str) -> str:
   """Obeys a command and returns its message; `/again` answers.
 
   Raises:
-    ValueError: there is no such command, or what it asks for cannot be done.
+    ValueError, OSError: there is no such command, or what it asks for cannot be done.
     EOFError: the conversation is over.
   """
   command, *words = line.split()
+  if command == "/file" and words:
+    return talk.attach(line.removeprefix(command).strip())
   if command == "/quit":
     raise EOFError
   if command == "/again" and not words:
@@ -251,18 +262,42 @@ def _commands() -> str:
 
 
 def lines() -> Iterator[str]:
-  """Typed lines, one by one, until the end of the input; with a prompt on a terminal."""
+  """Typed lines and pastes, one by one, until the end of the input; with a prompt on a terminal.
+
+  There Ctrl-C asks to be pressed again before it ends the input.
+  """
   live = sys.stdin.isatty()
   if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no UTF-8 ends a message, not all
     sys.stdin.reconfigure(errors="surrogateescape")
   if live:
-    with contextlib.suppress(ImportError):
-      import readline  # noqa: F401 - `input` edits lines and remembers them
-  with contextlib.suppress(EOFError):
-    while True:
+    _edited()
+  leaving = False
+  while True:
+    try:
       # Windows' editors begin a text with a mark of its byte order.
-      if line := input("> " if live else "").removeprefix("\ufeff").strip():
-        yield line
+      line = input("> " if live else "").removeprefix("\ufeff").strip()
+    except EOFError:
+      return
+    except KeyboardInterrupt as stop:
+      if not live or isinstance(stop, common.Terminated):
+        raise
+      print(flush=True)
+      if leaving:
+        return
+      leaving = True
+      print("(press Ctrl-C again to leave)", flush=True)
+      continue
+    leaving = False
+    if line:
+      yield line
+
+
+def _edited() -> None:
+  """Lets `input` edit lines, remember them, and take a paste as one, which Python turns off."""
+  with contextlib.suppress(ImportError):
+    import readline
+
+    readline.parse_and_bind("set enable-bracketed-paste on")
 
 
 def main(args: Args) -> None:
@@ -271,13 +306,14 @@ def main(args: Args) -> None:
   talk = Conversation(*common.load_model(args.checkpoint, args.impl), args)
   print(f"{talk.method}\n/help lists the commands", flush=True)
   for line in lines():
+    command = line.startswith("/") and "\n" not in line
     try:
-      said = obey(talk, line) if line.startswith("/") else talk.ask(line)
+      said = obey(talk, line) if command else talk.ask(line)
     except EOFError:
       return
-    except (ValueError, NotImplementedError, MemoryError, FloatingPointError) as error:
+    except (ValueError, NotImplementedError, OSError, MemoryError, FloatingPointError) as error:
       said = f"error: {error}"
-    print(said if line.startswith("/") and line != "/again" else f"({said})", flush=True)
+    print(said if command and line != "/again" else f"({said})", flush=True)
 
 
 if __name__ == "__main__":

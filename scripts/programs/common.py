@@ -98,6 +98,14 @@ _TOLD = (
 )
 
 
+class Terminated(KeyboardInterrupt):
+  """A SIGTERM, which ends a program as Ctrl-C does."""
+
+
+def _terminated(*_: Any) -> None:
+  raise Terminated
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
   """Ends a program in one line where its arguments or files are wrong, and quietly by Ctrl-C.
@@ -129,7 +137,7 @@ def _one_line_errors() -> Iterator[None]:
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors="backslashreplace")
   if threading.current_thread() is threading.main_thread():
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminated)
   try:
     yield
   except KeyboardInterrupt:

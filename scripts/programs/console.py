@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 _START = time.perf_counter()
 _TICK_SECONDS = 0.25
+_OFTEN_IN_LOGS = 20.0  # seconds
 _WIDTH = 88
 
 
@@ -20,8 +21,8 @@ class Step:
   """One line `[ 12.3 s] what is done ....... 4.5 s`, whose seconds run on a terminal.
 
   On anything else the line appears when the step begins and is completed when it ends, so that a
-  log shows where a program is, without control characters. A fleeting step is gone when it ends,
-  and in a log it does not appear.
+  log shows where a program is, without control characters; of a long step it has a note now and
+  then. A fleeting step is gone when it ends, and in a log it does not appear.
   """
 
   def __init__(self, text: str, out: TextIO, fleeting: bool = False):
@@ -29,14 +30,22 @@ class Step:
     self._note = ""
     self._out = out
     self._live, self._fleeting = out.isatty(), fleeting
-    self._begin = time.perf_counter()
+    self._begin, self._noted = time.perf_counter(), 0.0
     self._stamp = f"[{self._begin - _START:6.1f} s] "
     self._done = threading.Event()
     self._ticker = threading.Thread(target=self._tick, daemon=True)
 
   def note(self, text: str) -> None:
-    """Shows the progress of the step, or its result, after its text."""
+    """Shows the result of the step after its text."""
     self._note = text
+
+  def progress(self, text: str) -> None:
+    """Shows how far the step is; "" in place of it at its end."""
+    self._note = text
+    if text and not (self._live or self._fleeting) and self.seconds - self._noted > _OFTEN_IN_LOGS:
+      self._noted = self.seconds
+      self._out.write(f"{text} ")
+      self._out.flush()
 
   @property
   def seconds(self) -> float:
@@ -139,13 +148,13 @@ class Streamer:
 
 def bar(total: int, text: str, unit: str) -> tqdm:
   """A progress bar with the time left, on standard error; in a log a line now and then."""
-  often = 0.1 if sys.stderr.isatty() else 20.0
+  often = 0.1 if sys.stderr.isatty() else _OFTEN_IN_LOGS
   return tqdm(total=total, desc=text, unit=unit, mininterval=often, smoothing=0.1)
 
 
 def passing(items: Sequence[Any], text: str, unit: str) -> Iterable[Any]:
   """The items, with a bar that goes away where it takes more than a second to pass them."""
-  often = 0.1 if sys.stderr.isatty() else 20.0
+  often = 0.1 if sys.stderr.isatty() else _OFTEN_IN_LOGS
   return tqdm(items, desc=text, unit=unit, mininterval=often, delay=1.0, leave=False)
 
 

@@ -3,6 +3,7 @@
     kvjax generate "Name three rivers."
     kvjax generate "Who wrote the letter?" --method ltri --budget 2048 --context-file book.txt
     kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
+    kvjax generate "Name three rivers." --json | jq .cache_bytes
     kvjax generate --file questions.txt --rows 16 > answers.jsonl
 
 The text goes to standard output, everything else to standard error, so the output can be piped.
@@ -14,7 +15,6 @@ import dataclasses
 import json
 import pathlib
 import sys
-import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -24,10 +24,11 @@ import tyro
 
 from kvjax.families.method import Method
 from kvjax.methods import labels
-from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.generate import generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import common, console, context, many
+from kvjax.models.nn.transformer import Transformer
+from kvjax.programs import common, console, context, many, turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +62,11 @@ class Args:
   """Random seed of the draws."""
   stop: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Strings that end the text; they are not printed."""
+  json: bool = False
+  """Print one JSON object at the end: text, tokens, why it ended, seconds, bytes of the caches."""
   prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
-  """Read a long prompt so many tokens at a time, which takes less memory; at once by default."""
+  """Read the prompt so many tokens at a time; by default at most 16 pieces of a long one, where
+  the method allows it."""
   raw: bool = False
   """Continue the prompt as it is, without the chat template."""
   system: Annotated[str | None, common.optional("TEXT")] = None
@@ -79,6 +83,8 @@ class Args:
 def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, Any]) -> list[int]:
   """The tokens of a text, or of a chat's messages."""
   if args.raw:
+    if not isinstance(prompt, str):
+      raise ValueError("--raw: found messages, expected a text")
     return [*tokenizer.prefix, *tokenizer.encode(prompt, bos=False)]
   messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
   if args.system is not None:
@@ -89,19 +95,79 @@ def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, A
 def answer_file(args: Args, method: Method, sampling: Sampling, given: Mapping[str, Any]) -> int:
   """Answers all prompts of a file; the status is 1 where one failed."""
   prompts = many.read(args.file)
-  if args.raw and not all(isinstance(prompt, str) for prompt in prompts):
-    raise ValueError("--raw: found messages in --file, expected texts")
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
-  ids = [encoded(tokenizer, prompt, args, given) for prompt in prompts]
   how = {"rows": args.rows, "steps": args.steps, "sampling": sampling, "seed": args.seed}
   how |= {"stop": args.stop, "chunk": args.prefill_chunk}
+  how |= {"encode": lambda prompt: encoded(tokenizer, prompt, args, given)}
   failed = 0
-  with console.bar(len(ids), "answering", "prompt") as bar:
-    for answer in many.answers(model, tokenizer, method, ids, **how):
+  with console.bar(len(prompts), "answering", "prompt") as bar:
+    for answer in many.answers(model, tokenizer, method, prompts, **how):
       print(json.dumps(answer, ensure_ascii=False), flush=True)
       failed += answer["end"] == "failed"
       bar.update()
   return int(failed > 0)
+
+
+def answer(
+  model: Transformer,
+  tokenizer: Tokenizer,
+  ids: list[int],
+  method: Method,
+  sampling: Sampling,
+  args: Args,
+) -> None:
+  """Answers one prompt: its text as it comes, or with --json what is known in the end."""
+  spec = model.spec(1, -(-len(ids) // 64) * 64 + args.steps)
+  context.check_room(method, spec)
+  what = f"the prompt and --steps {args.steps}"
+  turn.check_context(model, method, 0, len(ids) + args.steps, what)
+  taken = turn.Turn()
+
+  def show(texts: list[str]) -> None:
+    sys.stdout.write(texts[0])
+    sys.stdout.flush()
+
+  def count(tokens: np.ndarray) -> None:
+    taken.written += int((tokens >= 0).sum())
+
+  try:
+    caches = method.init_caches(spec)
+    step = console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr)
+    logits, caches = turn.read(model, ids, caches, method, taken, step, chunk=args.prefill_chunk)
+    with taken.writing:
+      generation, caches = generate(
+        model,
+        logits,
+        caches,
+        method,
+        steps=args.steps,
+        sampling=sampling,
+        seed=args.seed,
+        stop=tokenizer.ends,
+        stop_strings=args.stop,
+        tokenizer=tokenizer,
+        chunk=8,
+        on_text=None if args.json else show,
+        on_chunk=count,
+      )
+  except (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError) as error:
+    known = {MemoryError: "memory ran out", FloatingPointError: "numbers overflowed"}
+    what = known.get(type(error), "the device failed")
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    above = "" if args.json else " (their text is above)"
+    print(end="" if args.json else "\n", flush=True)
+    raise SystemExit(
+      f"error: {what} after {taken.read:,} of {len(ids):,} tokens had been read and "
+      f"{taken.written:,} generated{above}: {reason}"
+    ) from error
+  if args.json:
+    tokens = generation.tokens[0, : generation.lengths[0]].tolist()
+    end = "stop" if turn.stopped(tokenizer, tokens, args.steps, args.stop) else "limit"
+    said = {"text": generation.texts[0], "tokens": len(tokens), "end": end}
+    print(json.dumps({**said, **taken.facts(caches)}, ensure_ascii=False), flush=True)
+    return
+  print(flush=True)
+  print(f"({taken.said(caches)})", file=sys.stderr)
 
 
 def main(args: Args) -> int | None:
@@ -109,84 +175,24 @@ def main(args: Args) -> int | None:
   if (args.prompt is None) == (args.file is None):
     found = "neither" if args.file is None else "both"
     raise ValueError(f"PROMPT, --file: found {found}, expected one of them")
-  if None not in (args.file, args.context_file):
-    raise ValueError("--context-file: found with --file, expected it with PROMPT")
+  for option, given in (("--context-file", args.context_file), ("--json", args.json or None)):
+    if None not in (args.file, given):
+      raise ValueError(f"{option}: found with --file, expected it with PROMPT")
   method = labels.instance(args.method, args.budget, "--method")
-  given = common.template_arguments(args.template_args)
+  arguments = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   if args.file is not None:
-    return answer_file(args, method, sampling, given)
+    return answer_file(args, method, sampling, arguments)
   prompt = common.read_stdin() if args.prompt == "-" else str(args.prompt)
   if not prompt.strip():
     raise ValueError(f"PROMPT: found {prompt!r}, expected a text")
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   if args.context_file is not None:
-    ids = context.encode(
-      tokenizer, args.context_file, prompt, system=args.system, raw=args.raw, arguments=given
-    )
+    how = {"system": args.system, "raw": args.raw, "arguments": arguments}
+    ids = context.encode(tokenizer, args.context_file, prompt, **how)
   else:
-    ids = encoded(tokenizer, prompt, args, given)
-
-  tokens = common.right_padded(ids, multiple=64)
-  spec = model.spec(1, tokens.shape[1] + args.steps)
-  context.check_room(method, spec)
-  print(f"reading {len(ids):,} tokens under {method}", file=sys.stderr)
-  done = [0, 0]  # tokens that have been read, and generated
-  try:
-    caches = method.init_caches(spec)
-    with console.bar(len(ids), "reading", "token") as bar:
-
-      def read(count: int, _: int) -> None:
-        bar.update(count - done[0])
-        done[0] = count
-
-      logits, caches = prefill(
-        model,
-        tokens,
-        np.array([len(ids)]),
-        caches,
-        method,
-        chunk=args.prefill_chunk,
-        on_chunk=read,
-      )
-      logits.block_until_ready()
-      read(len(ids), len(ids))
-
-    def show(texts: list[str]) -> None:
-      sys.stdout.write(texts[0])
-      sys.stdout.flush()
-
-    def count(tokens: np.ndarray) -> None:
-      done[1] += int((tokens >= 0).sum())
-
-    begin = time.perf_counter()
-    generation, _ = generate(
-      model,
-      logits,
-      caches,
-      method,
-      steps=args.steps,
-      sampling=sampling,
-      seed=args.seed,
-      stop=tokenizer.ends,
-      stop_strings=args.stop,
-      tokenizer=tokenizer,
-      chunk=8,
-      on_text=show,
-      on_chunk=count,
-    )
-  except (jax.errors.JaxRuntimeError, MemoryError, FloatingPointError) as error:
-    print(flush=True)
-    known = {MemoryError: "memory ran out", FloatingPointError: "numbers overflowed"}
-    what = known.get(type(error), "the device failed")
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    raise SystemExit(
-      f"error: {what} after {done[0]:,} of {len(ids):,} tokens had been read and {done[1]:,} "
-      f"generated (their text is above): {reason}"
-    ) from error
-  print(flush=True)
-  seconds, n = time.perf_counter() - begin, int(generation.lengths[0])
-  print(f"({n} tokens in {seconds:.1f} s, compilation included)", file=sys.stderr)
+    ids = encoded(tokenizer, prompt, args, arguments)
+  answer(model, tokenizer, ids, method, sampling, args)
   return None
 
 

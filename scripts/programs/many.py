@@ -2,7 +2,7 @@
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvjax.families.method import Method
@@ -15,8 +15,8 @@ from kvjax.programs import common
 ROUND = 64  # tokens to which a row's room is rounded up
 
 
-def read(path: pathlib.Path) -> list[Any]:
-  """The prompts of a file: its lines that are not empty, or the messages of chats.
+def read(path: pathlib.Path) -> dict[int, Any]:
+  """The prompts of a file by line, from 1 on: texts, or the messages of chats.
 
   Args:
     path: a text in UTF-8; or JSON lines (.jsonl), each an object with "prompt", a text, or
@@ -26,11 +26,10 @@ def read(path: pathlib.Path) -> list[Any]:
     FileNotFoundError: there is no such file.
     ValueError: it has no prompt, is no text in UTF-8, or a line is no such object.
   """
-  lines = list(enumerate(common.read_text(path, "--file").splitlines(), 1))
+  lines = enumerate(common.read_text(path, "--file").splitlines(), 1)
+  prompts = {n: line for n, line in lines if line.strip()}
   if path.suffix == ".jsonl":
-    prompts = [_object(f"--file: {path}: line {n}", line) for n, line in lines if line.strip()]
-  else:
-    prompts = [line for _, line in lines if line.strip()]
+    prompts = {n: _object(f"--file: {path}: line {n}", line) for n, line in prompts.items()}
   if not prompts:
     raise ValueError(f"--file: {path}: found no prompt, expected one a line")
   return prompts
@@ -56,8 +55,9 @@ def answers(
   model: Transformer,
   tokenizer: Tokenizer,
   method: Method,
-  prompts: Sequence[Sequence[int]],
+  prompts: Mapping[int, Any],
   *,
+  encode: Callable[[Any], list[int]],
   rows: int,
   steps: int,
   sampling: Sampling,
@@ -68,7 +68,8 @@ def answers(
   """Answers as they end, each the one that its prompt gets alone in such a batch.
 
   Args:
-    prompts: token ids of each.
+    prompts: by line.
+    encode: a prompt's token ids; raises ValueError for one that fails.
     rows: prompts that are answered side by side.
     steps: tokens of an answer at most.
     sampling: temperature and filters of all.
@@ -78,26 +79,46 @@ def answers(
 
   Yields:
     Objects of "index", the prompt's number, "text", "tokens", their number, "end", the reason, and
-    "error" where it failed.
+    "error", which names the line, where it failed.
+
+  Raises:
+    ValueError: no prompt can be encoded; the message is the first one's.
   """
-  most = max(map(len, prompts)) + steps
+  encoded: dict[int, list[int]] = {}
+  failed: dict[int, str] = {}
+  lines = dict(enumerate(prompts))
+  for i, prompt in enumerate(prompts.values()):
+    try:
+      encoded[i] = encode(prompt)
+    except ValueError as error:
+      failed[i] = str(error)
+  if not encoded:
+    raise ValueError(f"--file: line {lines[0]}: {failed[0]}")
+  most = max(map(len, encoded.values())) + steps
   batcher = Batcher(
     model,
     method,
-    rows=min(rows, len(prompts)),
+    rows=min(rows, len(encoded)),
     capacity=-(-most // ROUND) * ROUND,
     sampling=sampling,
     tokenizer=tokenizer,
     chunk=chunk,
   )
   index = {}
-  for i, ids in enumerate(prompts):
+  for i, ids in encoded.items():
     how = {"limit": steps, "seed": seed + i, "stop": tokenizer.ends, "stop_strings": stop}
     try:
       index[batcher.submit(ids, **how)] = i
     except ValueError as error:
-      yield {"index": i, "text": "", "tokens": 0, "end": "failed", "error": str(error)}
+      failed[i] = str(error)
+  for i, error in sorted(failed.items()):
+    yield _answer(i, "", 0, "failed", f"line {lines[i]}: {error}")
   for answer in batcher:
-    said = {"text": answer.text, "tokens": len(answer.tokens), "end": answer.end}
-    failed = {} if answer.error is None else {"error": str(answer.error)}
-    yield {"index": index[answer.request], **said, **failed}
+    i = index[answer.request]
+    error = None if answer.error is None else f"line {lines[i]}: {answer.error}"
+    yield _answer(i, answer.text, len(answer.tokens), answer.end, error)
+
+
+def _answer(index: int, text: str, tokens: int, end: str, error: str | None) -> dict[str, Any]:
+  said = {"index": index, "text": text, "tokens": tokens, "end": end}
+  return said if error is None else {**said, "error": error}

@@ -3,6 +3,10 @@
 import dataclasses
 import functools
 import io
+import os
+import pty
+import select
+import subprocess
 import sys
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 
 import kvjax
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import chat, common
+from kvjax.programs import chat, common, turn
 from scripts.examples import tiny
 from tests import tiny_tokenizers
 
@@ -38,13 +42,13 @@ def read(line):
 def test_a_turn_reads_what_is_new_and_answers_as_if_it_had_read_all(loaded, talk, monkeypatch):
   """On live caches, and again from the first token: the same logits under the full cache."""
   letters = np.asarray([loaded[1].encode("abcdef", bos=False)])  # text that has these tokens again
-  generate, prefill, asked = chat.generate, chat.prefill, []
+  generate, reading, asked = chat.generate, turn.read, []
 
   def spy(*args):
-    asked.append(prefill(*args))
+    asked.append(reading(*args))
     return asked[-1]
 
-  monkeypatch.setattr(chat, "prefill", spy)
+  monkeypatch.setattr(turn, "read", spy)
   monkeypatch.setattr(chat, "generate", functools.partial(generate, forced=letters))
   first, second = talk.ask("Who?"), talk.ask("Why?")
   again = chat.obey(talk, "/again")
@@ -84,13 +88,38 @@ def test_commands(talk):
     ("/method nonsense", "method: found 'nonsense', expected one of: full"),
     ("/method quest many", "found budget 'many', expected a number of tokens"),
     ("/method quest 0", "budget: found 0, expected at least 1"),
+    ("/file none.txt", "/file: found no file none.txt, expected a text in UTF-8"),
+    ("/file", "'/file': no such command"),
   ],
 )
 def test_what_cannot_be_done_leaves_the_conversation(talk, line, says):
   method = talk.method
-  with pytest.raises(ValueError, match=says):
+  with pytest.raises((ValueError, FileNotFoundError), match=says):
     chat.obey(talk, line)
   assert talk.method is method
+
+
+def test_a_file_goes_with_the_next_message(talk, tmp_path):
+  (tmp_path / "my notes.txt").write_text("Notes.", "utf-8")
+  for _ in range(2):
+    assert "notes.txt: 6 tokens" in chat.obey(talk, f"/file {tmp_path}/my notes.txt")
+  talk.ask("Who?")
+  talk.ask("Why?")
+  asked = [message["content"] for message in talk.messages if message["role"] == "user"]
+  assert asked == ["Notes.\n\nNotes.\n\nWho?", "Why?"]
+  chat.obey(talk, f"/file {tmp_path}/my notes.txt")
+  chat.obey(talk, "/clear")
+  talk.ask("Who?")
+  assert talk.messages[0]["content"] == "Who?"
+
+
+def test_a_context_that_is_outgrown_is_said_before_anything_is_read(loaded, monkeypatch):
+  model, tokenizer = loaded
+  monkeypatch.setattr(model, "config", dataclasses.replace(model.config, max_context=16))
+  monkeypatch.setattr(turn, "read", None)  # is not reached
+  said = r"the conversation and --steps 6: .* max_context = 16"
+  with pytest.warns(UserWarning, match=said), pytest.raises(TypeError):
+    chat.Conversation(model, tokenizer, ARGS).ask("Who?")
 
 
 def test_a_conversation_ends_where_the_caches_do(talk):
@@ -187,3 +216,78 @@ def test_the_last_part_of_an_answer_is_what_it_says(tmp_path):
 def test_template_arguments_that_are_none(given):
   with pytest.raises(ValueError, match=r"--template-args: found .*expected a JSON object"):
     common.template_arguments(given)
+
+
+class Typed:
+  """The program on a terminal of its own."""
+
+  PROGRAM = """
+import fcntl, signal, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is deaf to it
+from scripts.examples import tiny
+from kvjax.programs import chat, common
+common.load_model = lambda *_, **__: tiny.load()
+common.run(chat.main, chat.Args, command="chat", given=["--steps", "3000", "--length", "8192"])
+"""
+
+  def __init__(self):
+    self.end, terminal = pty.openpty()
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TERM": "xterm"}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    command = [sys.executable, "-c", self.PROGRAM]
+    self.process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
+    os.close(terminal)
+    self._seen = b""
+
+  def type(self, data):
+    os.write(self.end, data)
+
+  def until(self, mark):
+    """What it prints up to a mark."""
+    while mark not in self._seen:
+      assert select.select([self.end], [], [], 120)[0], self._seen
+      self._seen += os.read(self.end, 4096)
+    shown, _, self._seen = self._seen.partition(mark)
+    return shown.decode()
+
+
+@pytest.fixture
+def typed():
+  made = Typed()
+  yield made
+  made.process.kill()
+  made.process.wait()
+  os.close(made.end)
+
+
+@pytest.mark.slow
+def test_on_a_terminal(typed):
+  """A paste is one message; Ctrl-C stops an answer, and at the prompt asks once in a row."""
+  ready, asks = b"\x1b[?2004h> ", b"(press Ctrl-C again to leave)\r\n"
+  typed.until(ready)
+  typed.type(b"\x1b[200~one\rtwo\x1b[201~")
+  typed.type(b"\r")
+  said = typed.until(ready)
+  pasted = tiny.byte_tokenizer().chat([{"role": "user", "content": "one\ntwo"}])
+  assert said.count("(full · read") == 1 and read(said) == len(pasted)
+  typed.type(b"Go on.\r")
+  typed.until(b"\x1b[K")  # the prompt is read
+  typed.type(b"\x03")
+  assert "(stopped: the conversation" in typed.until(ready)
+  for line in (b"/help\r", None):
+    typed.type(b"\x03")
+    typed.until(asks + ready)
+    if line:
+      typed.type(line)
+      typed.until(ready)
+  typed.type(b"\x03")
+  assert typed.process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_terminated_conversation_ends_at_once(typed):
+  typed.until(b"> ")
+  typed.process.terminate()
+  assert "stopped" in typed.until(b"\r\n") + typed.until(b"\r\n")
+  assert typed.process.wait(60) == 1

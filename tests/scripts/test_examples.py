@@ -102,7 +102,7 @@ def test_generate_streams_its_text(monkeypatch, capsys):
   args = generate.Args("Who?", steps=24, temperature=1.5, top_k=40, seed=1, prefill_chunk=8)
   generate.main(args)
   whole = capsys.readouterr()
-  assert "24 tokens in" in whole.err
+  assert "wrote 24 at" in whole.err
   mark = whole.out[5:7]
   generate.main(dataclasses.replace(args, stop=("never", mark)))
   assert capsys.readouterr().out == whole.out[: whole.out.index(mark)] + "\n"

@@ -52,8 +52,27 @@ def test_a_prompt_that_fails_ends_alone(asked, monkeypatch):
   monkeypatch.setattr(many.Batcher, "submit", refusing)
   status, found = asked(QUESTIONS[:3])
   assert status == 1 and sorted(found) == [0, 1, 2]
-  assert found[1]["end"] == "failed" and found[1]["error"] == "prompt: too long"
+  assert found[1]["end"] == "failed" and found[1]["error"] == "line 2: prompt: too long"
   assert all("error" not in found[i] and found[i]["text"] for i in (0, 2))
+
+
+def test_a_chat_that_its_template_refuses_ends_alone(asked):
+  """With its line; where none is taken, the whole run ends."""
+  chats = [
+    json.dumps({"messages": [message]})
+    for message in ({"role": "user"}, {"role": "user", "content": 3})
+  ]
+  good = json.dumps({"prompt": "Who?"})
+  status, found = asked([good, "", chats[0], chats[1], good], "q.jsonl", steps=2)
+  assert status == 1 and [found[i]["end"] for i in range(4)] == ["limit", *["failed"] * 2, "limit"]
+  assert [found[i]["error"].split(": ")[:2] for i in (1, 2)] == [
+    ["line 3", "messages"],
+    ["line 4", "messages"],
+  ]
+  _, found = asked([good, chats[0]], "q.jsonl", steps=2, raw=True)
+  assert found[1]["error"] == "line 2: --raw: found messages, expected a text"
+  with pytest.raises(ValueError, match="--file: line 1: messages"):
+    asked(chats, "q.jsonl")
 
 
 def test_what_is_no_file_of_prompts_is_refused(tmp_path):
@@ -74,6 +93,7 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     (both, "PROMPT, --file: found both, expected one"),
     (neither, "PROMPT, --file: found neither, expected one"),
     (dataclasses.replace(alone, context_file=both.file), "--context-file: found with --file"),
+    (dataclasses.replace(alone, json=True), "--json: found with --file, expected it with PROMPT"),
   ):
     with pytest.raises(ValueError, match=message):
       generate.main(args)

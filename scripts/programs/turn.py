@@ -1,0 +1,157 @@
+"""A prompt that is read and answered: its progress, and what it takes in seconds and bytes."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.core.cache import Cache
+from kvjax.core.leaves import Layout
+from kvjax.families.method import Method
+from kvjax.models.decode import checks
+from kvjax.models.decode.generate import prefill
+from kvjax.models.decode.stopping import RowText
+from kvjax.models.io.tokenizer import Tokenizer
+from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.ops import offload
+from kvjax.programs import common, console
+from kvjax.programs.clock import Clock
+
+# A long prompt is read in 16 pieces at most: its progress shows, and few programs are compiled.
+PIECES, LEAST = 16, 2048
+
+
+@dataclasses.dataclass
+class Turn:
+  """A prompt and its answer, as far as they have come.
+
+  Attributes:
+    read, written: tokens of both.
+    reading, writing: seconds of both.
+  """
+
+  read: int = 0
+  written: int = 0
+  reading: Clock = dataclasses.field(default_factory=Clock)
+  writing: Clock = dataclasses.field(default_factory=Clock)
+
+  def said(self, caches: Caches) -> str:
+    """What it took, in words."""
+    used, allocated = (size / 1e6 for size in bytes_of(caches))
+    return (
+      f"read {self.read:,} tokens in {self.reading.running:.1f} s, wrote {self.written} at "
+      f"{self.written / self.writing.running:.1f} a second, compiled {self._compiling:.1f} s; "
+      f"caches: {int(caches[0].seen[0]):,} tokens, {used:.1f} MB used, {allocated:.1f} MB allocated"
+    )
+
+  def facts(self, caches: Caches) -> dict[str, Any]:
+    """The same as JSON has it: tokens, seconds, bytes."""
+    used, allocated = bytes_of(caches)
+    seconds = {"read": self.reading.running, "write": self.writing.running}
+    return {
+      "prompt_tokens": self.read,
+      "seconds": {**seconds, "compile": self._compiling},
+      "cache_bytes": {"used": used, "allocated": allocated, "host": common.host_bytes(caches)},
+    }
+
+  @property
+  def _compiling(self) -> float:
+    return self.reading.compiling + self.writing.compiling
+
+
+def read(
+  model: Transformer,
+  ids: list[int],
+  caches: Caches,
+  method: Method,
+  turn: Turn,
+  step: console.Step,
+  *,
+  chunk: int | None = None,
+) -> tuple[Array, Caches]:
+  """`prefill` of one row, within a step that shows how much has been read.
+
+  Args:
+    model, caches, method: as `prefill` takes them.
+    ids: the prompt's tokens.
+    turn: counts tokens and seconds.
+    step: not yet entered.
+    chunk: tokens to read at a time; None: as `pieces` says.
+
+  Returns:
+    Logits and caches.
+  """
+  tokens = common.right_padded(ids, multiple=64)
+
+  def on_chunk(count: int, end: int) -> None:
+    turn.read = count
+    step.progress(f"{count / end:.0%}" if count < end else "")
+
+  how = {"chunk": chunk or pieces(method, len(ids)), "on_chunk": on_chunk}
+  with turn.reading, step:
+    logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method, **how)
+    jax.block_until_ready(logits)
+  turn.read = len(ids)
+  return logits, caches
+
+
+def pieces(method: Method, length: int) -> int | None:
+  """Tokens to read at a time of a prompt; None: at once, since it is short or the method has to."""
+  if length <= LEAST or method.traits.stream is not None or not method.traits.chunkable:
+    return None
+  return max(LEAST, 1 << (-(-length // PIECES) - 1).bit_length())
+
+
+def check_context(model: Transformer, method: Method, seen: int, new: int, what: str) -> None:
+  """Warns before anything is read where a row will outgrow the model's context, once a program.
+
+  Args:
+    model, method: what reads it.
+    seen: tokens that are cached.
+    new: tokens that follow, of prompt and answer.
+    what: names these.
+
+  Raises:
+    ValueError: the model was converted for fewer tokens.
+  """
+  checks.context(model.config, method, np.array([seen]), np.array([new]), what)
+  # Prefill and generate would say it again.
+  warnings.filterwarnings("ignore", ".*found a row of more tokens than max_context", UserWarning)
+
+
+def stopped(tokenizer: Tokenizer, tokens: list[int], limit: int, stop: Sequence[str]) -> bool:
+  """Whether an answer of at most `limit` tokens ended at a stop, be it with its last token."""
+  text = RowText(tokenizer.stream(), stop)
+  for token in tokens:
+    text.feed(token)
+  return len(tokens) < limit or tokens[-1] in tokenizer.ends or text.ended
+
+
+def bytes_of(caches: Caches) -> tuple[int, int]:
+  """Bytes of caches that hold something, and all of them, on the device and offloaded.
+
+  Slots without a token hold nothing, and blocks of a store that nothing was evicted to; summaries
+  and other statistics count as a whole.
+  """
+  allocated = _nbytes(caches)
+  return allocated - sum(_empty(cache) for cache in caches), allocated
+
+
+def _empty(cache: Cache) -> int:
+  """Bytes of its slots without a token, and of a store's blocks that are still free."""
+  parts = [(cache.slots, float((cache.pos < 0).mean()))]
+  if cache.layout is Layout.SPLIT:
+    apart = cache.heads["apart"]
+    parts.append((apart, float((apart["pos"] < 0).mean())))
+  if cache.layout is Layout.HOSTED:
+    store = cache.heads["store"]
+    parts.append((store, 1 - float(cache.rows["gone"].mean()) / offload.blocks_of(store)))
+  return round(sum(_nbytes(arrays) * share for arrays, share in parts))
+
+
+def _nbytes(tree: Any) -> int:
+  return sum(x.nbytes for x in jax.tree.leaves(tree))

@@ -91,7 +91,7 @@ class At:
   def __post_init__(self):
     layer = vars(self)["layer"]  # its value, whatever a subclass makes of reading it
     if isinstance(layer, jax.core.Tracer | TracedLayer):
-      object.__setattr__(self, "layer", TracedLayer(layer, type(self.top).__name__))
+      object.__setattr__(self, "layer", TracedLayer(layer, self.top))
 
   @property
   def name(self) -> str:

@@ -156,4 +156,4 @@ def _check_layer(at: At, cache: Cache) -> None:
     batch, heads, width = _sizes(cache)
     spec = CacheSpec(batch, 1 << 20, heads, 1, width, at.env.layers)
     if len({at.top.capacity(spec, layer) for layer in range(spec.layers)}) > 1:
-      raise TypeError(different_layers(at.name))
+      raise TypeError(different_layers(at.top))

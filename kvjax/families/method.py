@@ -32,7 +32,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan, Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families import entrance, forms, sight
-from kvjax.families.shapes import check_shape
+from kvjax.families.shapes import parts, ranked
 from kvjax.ops import decode, insertion, shared_slots, slot_shards
 from kvjax.ops import prefill as prefill_ops
 from kvjax.primitives.once import once, without_kept
@@ -190,7 +190,8 @@ class Method:
 
     An override asks `at.top` for each of the two that is not as its class knows it.
     """
-    plan, carry = at.top.plan(at, cache, q, visible, carry)
+    made = at.top.plan(at, cache, q, visible, carry)
+    plan, carry = parts(at, "plan", made, plan=Plan, carry=Carry)
     plan = sight.narrowed(at, visible, plan)
     return plan, at.top.attend(at, cache, plan, q), carry
 
@@ -258,8 +259,7 @@ class Method:
       kept = slots.append(cache.slots, new, cache.seen - slot_shards.first(at, cache.size), past)
     else:
       staged = new if prompt.past == 0 else slots.join(cache.slots, new)
-      priority, staged = at.top.rank(at, dataclasses.replace(turn, staged=staged))
-      check_shape(at, "rank", priority, staged["pos"].shape)
+      priority, staged = ranked(at, dataclasses.replace(turn, staged=staged))
       kept = slots.keep_best(staged, priority, cache.size)
     used = jnp.minimum(cache.used + prompt.valid, slot_shards.size(at, cache))
     rows = {**cache.rows, "seen": cache.seen + prompt.valid, "used": used}
@@ -313,7 +313,8 @@ class Method:
     clean = forms.overrides(at.top, "observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live
     attended = dataclasses.replace(attended, counted=counted, live=live)
-    cache, aux = at.top.observe(at, cache, q, plan, attended)
+    made = at.top.observe(at, cache, q, plan, attended)
+    cache, aux = parts(at, "observe", made, cache=Cache, aux=dict)
     if at.env.check_nan:
       rows = entrance.with_room(at, old, live, live)
       cache = slots.choose_rows(checked_rows(at, attended.state.o, old, rows), cache, old)
@@ -338,7 +339,8 @@ class Method:
     """
     entrance.check_prompt(at, cache, q, k, v, prompt)
     q, qpos, new, carry = entrance.enter(at, cache, q, k, v, prompt, carry)
-    staged, staged_cache, carry = at.top.stage(at, cache, new, q, prompt, carry)
+    made = at.top.stage(at, cache, new, q, prompt, carry)
+    staged, staged_cache, carry = parts(at, "stage", made, staged=dict, cache=Cache, carry=Carry)
     attended = at.top.attend_prompt(at, staged, q, qpos, prompt)
     kept = at.top.keep(at, staged_cache, Turn(staged, q, qpos, attended, prompt), new)
     rows = prompt.valid > 0

@@ -74,6 +74,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
 
   replaces: ClassVar[tuple[str, ...]] = ("plan",)
   anywhere: ClassVar[bool] = False
+  minds_depth: ClassVar[bool] = False  # whether its layers differ without dense ones, too
 
   _: dataclasses.KW_ONLY
   base: Method = dataclasses.field(default_factory=Full)

@@ -19,7 +19,7 @@ from kvjax.families import forms
 from kvjax.families.bounded import InTurn
 from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored, Scored
-from kvjax.families.shapes import check_shape
+from kvjax.families.shapes import ranked
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods.snapkv import SnapKV
 from kvjax.ops import shared_slots
@@ -127,8 +127,7 @@ class AdaKV(Wrapper):
     """Of each head as many of its best tokens as it has of the pool's."""
     prompt = turn.prompt
     staged = new if prompt.past == 0 else slots.join(shared_slots.by_head(cache), new)
-    priority, staged = at.top.rank(at, dataclasses.replace(turn, staged=staged))
-    check_shape(at, "rank", priority, staged["pos"].shape)
+    priority, staged = ranked(at, dataclasses.replace(turn, staged=staged))
     total = cache.used + prompt.valid
     cache = cut(self, cache, staged, priority, total, shared_slots.tokens(cache))
     cache = cache.put(rows={"seen": cache.seen + prompt.valid})

@@ -23,10 +23,10 @@ class TracedLayer:
 
   Args:
     number: int32 [], traced; None: there is none.
-    method: name of the outermost method, for the message.
+    method: the outermost method, for the message.
   """
 
-  def __init__(self, number: Any, method: str):
+  def __init__(self, number: Any, method: Any):
     self.number: Any = number.number if isinstance(number, TracedLayer) else number
     self.method = method
 
@@ -44,9 +44,18 @@ for _name in _ASKS:
   setattr(TracedLayer, f"__{_name}__", TracedLayer.ask)
 
 
-def different_layers(method: str) -> str:
+def different_layers(method: Any) -> str:
   """Message for a method that needs to know the layer."""
   return (
-    f"{method}: found a traced layer number, expected an int: it does not do the same in every "
-    "layer, so layers under jax.lax.scan cannot share its program; unroll them"
+    f"{type(method).__name__}: found a traced layer number, expected an int: it does not do the "
+    f"same in every layer, so layers under jax.lax.scan cannot share its program; {remedy(method)}"
   )
+
+
+def remedy(method: Any) -> str:
+  """What to do with layers that differ, be it for a method's base."""
+  own = getattr(method, "dense_layers", 0)
+  if own and not method.minds_depth:
+    return "unroll them, or set dense_layers=0"
+  base = getattr(method, "base", None)
+  return "unroll them" if own or base is None else remedy(base)

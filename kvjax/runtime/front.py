@@ -314,7 +314,7 @@ def _rolled(x: Array, shift: Array | None) -> Array:
 def _place(cache: LayerCache, sinks: ArrayLike | None) -> tuple[At, Array | None]:
   """Site where the method runs, and the sinks [K, G]."""
   method, (_, kv_heads, _) = cache.method, _sizes(cache)
-  layer = TracedLayer(None, type(method).__name__) if cache.layer is None else cache.layer
+  layer = TracedLayer(None, method) if cache.layer is None else cache.layer
   env = dataclasses.replace(cache.env, lse=sinks is not None)
   if sinks is None:
     return method.at(env, layer), None

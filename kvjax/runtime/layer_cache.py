@@ -16,6 +16,7 @@ from kvjax.families import sliding
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.primitives.rope import Rope
+from kvjax.primitives.traced_layer import remedy
 from kvjax.primitives.trees import pytree
 from kvjax.runtime import arguments
 
@@ -132,7 +133,7 @@ def stacked(caches: Sequence[LayerCache]) -> LayerCache:
   if any(x != y[0] for y in (shapes, kinds) for x in y):
     raise ValueError(
       f"caches: found layers of different sizes of {caches[0].method!r}, expected equal layers: "
-      "run others without scan"
+      f"{remedy(caches[0].method)}"
     )
   return jax.tree.map(lambda *layers: jnp.stack(layers), *alike)
 

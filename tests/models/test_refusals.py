@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +355,47 @@ class FlatRank(kvjax.TOVA):
 
 
 @dataclasses.dataclass(frozen=True)
+class Says(kvjax.TOVA):
+  """Hands back something else than a move should."""
+
+  move: str = "rank"
+  made: Any = None
+
+  def rank(self, at, turn):
+    return self.made if self.move == "rank" else super().rank(at, turn)
+
+  def plan(self, at, cache, q, visible, carry):
+    return self.made if self.move == "plan" else super().plan(at, cache, q, visible, carry)
+
+  def observe(self, at, cache, q, plan, attended):
+    return self.made if self.move == "observe" else super().observe(at, cache, q, plan, attended)
+
+  def stage(self, at, cache, new, q, prompt, carry):
+    mine = self.move == "stage"
+    return self.made if mine else super().stage(at, cache, new, q, prompt, carry)
+
+
+@pytest.mark.parametrize(
+  ("move", "made", "found", "expected"),
+  [
+    ("rank", None, "NoneType", "(priority, staged)"),
+    ("rank", (jnp.zeros(3), {}, 1), "(array, dict, int)", "(priority, staged)"),
+    ("rank", ({}, jnp.zeros(3)), "(dict, array)", "(priority, staged)"),
+    ("plan", None, "NoneType", "(plan, carry)"),
+    ("observe", (1, {}), "(int, dict)", "(cache, aux)"),
+    ("stage", {}, "dict", "(staged, cache, carry)"),
+  ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_what_a_move_hands_back(move, made, found, expected):
+  method, call = Says(8, move=move), "decode_step" if move in ("plan", "observe") else "prefill"
+  object.__setattr__(method, "made", made)  # an array cannot be hashed
+  says = f"Says: {move}: found {found}, expected {expected}"
+  with pytest.raises(TypeError, match=re.escape(says)):
+    traced(call, method, lambda given: {})
+
+
+@dataclasses.dataclass(frozen=True)
 class FlatVictim(kvjax.TOVA):
   def victim(self, at, cache):
     return super().victim(at, cache)[:, 0]
@@ -403,25 +445,38 @@ def scanned(method, move="decode_step"):
   jax.eval_shape(lambda caches: jax.lax.scan(body, 0, (jnp.arange(4), caches)), stacked)
 
 
+ZERO = ", or set dense_layers=0"
+
+
 @pytest.mark.parametrize(
-  ("method", "move"),
+  ("method", "move", "remedy"),
   [
-    (kvjax.PyramidKV(32), "prefill"),
-    (kvjax.PyramidKV(32), "decode_step"),
-    (kvjax.PSAW(sinks=1), "decode_step"),
-    (kvjax.ETF(sinks=1), "prefill"),
-    (kvjax.HShare(8, 1, 2), "decode_step"),
-    (kvjax.CPE(k=8, sinks=1, local=2), "decode_step"),
-    (kvjax.Quest(16, dense_layers=1), "decode_step"),
-    (kvjax.ART(kvjax.PSAW(sinks=1)), "decode_step"),
+    (kvjax.PyramidKV(32), "prefill", ""),
+    (kvjax.PyramidKV(32), "decode_step", ""),
+    (kvjax.PSAW(sinks=1), "decode_step", ""),
+    (kvjax.ETF(sinks=1), "prefill", ""),
+    (kvjax.HShare(8, 1, 2), "decode_step", ""),
+    (kvjax.HShare(8, 1, 2, dense_layers=1), "decode_step", ""),  # and without it, too
+    (kvjax.CPE(k=8, sinks=1, local=2), "decode_step", ""),
+    (kvjax.Quest(16, dense_layers=1), "decode_step", ZERO),
+    (kvjax.Quantised(kvjax.TopKOracle(8, 1, 2, dense_layers=1)), "decode_step", ZERO),
+    (kvjax.ART(kvjax.PSAW(sinks=1)), "decode_step", ""),
   ],
   ids=repr,
 )
-def test_methods_that_mind_their_depth_under_scan(method, move):
+def test_methods_that_mind_their_depth_under_scan(method, move, remedy):
   name = type(method).__name__
   says = f"{name}: found a traced layer number, expected an int: .* jax.lax.scan .* unroll"
-  with pytest.raises(TypeError, match=says):
+  with pytest.raises(TypeError, match=f"(?m){says} them{remedy}$"):
     scanned(method, move)
+
+
+def test_caches_of_dense_layers_are_not_stacked():
+  sizes = {"batch": 1, "capacity": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "layers": 4}
+  stacked = kvjax.stacked(kvjax.empty_caches(kvjax.Quest(16, dense_layers=0), **sizes))
+  assert stacked.layer is None
+  with pytest.raises(ValueError, match=r"alike: unroll them, or set dense_layers=0$"):
+    kvjax.stacked(kvjax.empty_caches(kvjax.Quest(16), **sizes))
 
 
 @pytest.mark.parametrize("move", ["decode_step", "prefill"])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,8 @@ class HShare(SelectiveTokens):
     heads: share of a layer's KV heads that retrieve.
     steps: tokens between two retrievals of a row; 1 retrieves every time.
   """
+
+  minds_depth: ClassVar[bool] = True
 
   budget: int = 128
   sinks: int = least(0, 8)

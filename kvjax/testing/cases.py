@@ -6,7 +6,9 @@ Shapes and static arguments of a call are part of its program: a law that needs 
 import contextlib
 import dataclasses
 import functools
+import inspect
 import re
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,9 +57,32 @@ LAWS: dict[str, Callable[[Case], None]] = {}
 
 
 def law(f: Callable[[Case], None]) -> Callable[[Case], None]:
-  """Adds a function to `LAWS`, by its name."""
-  LAWS[f.__name__] = f
-  return f
+  """Adds a function to `LAWS`, by its name; a note on its errors says what it checks."""
+
+  @functools.wraps(f)
+  def holds(case: Case) -> None:
+    try:
+      f(case)
+    except unittest.SkipTest:
+      raise
+    except Exception as error:
+      checks = " ".join(inspect.cleandoc(f.__doc__ or "").split("\n\n")[0].split())
+      error.add_note(f"{case.method.__name__} breaks the law {f.__name__}: {checks}")
+      raise
+
+  LAWS[f.__name__] = holds
+  return holds
+
+
+def finite(what: str, x: np.ndarray) -> None:
+  """Raises AssertionError for numbers that are NaN or infinite."""
+  ill = x.size - int(np.isfinite(x).sum())
+  assert not ill, f"{what}: found {ill} of {x.size} that are NaN or infinite, expected none"
+
+
+def same(what: str, found: Any, expected: Any) -> None:
+  """Raises AssertionError for another value."""
+  assert found == expected, f"{what}: found {found}, expected {expected}"
 
 
 @contextlib.contextmanager

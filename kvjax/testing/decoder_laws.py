@@ -12,22 +12,24 @@ from kvjax.families.full import Full
 from kvjax.models.decode import rows
 from kvjax.ops import offload, shared_slots
 from kvjax.runtime.memory import plan_memory
-from kvjax.testing.cases import CHUNK, STEPS, Told, law, logits_of, raises
+from kvjax.testing.cases import CHUNK, STEPS, Told, finite, law, logits_of, raises, same
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS
 
 
 @law
 def neutral_setting_equals_full(case):
+  """Under the neutral setting a prompt and steps give the logits of the full cache."""
   out = logits_of(case, case.neutral)
   np.testing.assert_allclose(out, logits_of(case, Full()), atol=CLOSE)
 
 
 @law
 def tight_setting_has_an_effect(case):
-  """The partner of the law above: it must not hold because nothing happens."""
+  """The tight setting gives other logits: no law holds because nothing happens."""
   if case.method is Full:
     raise unittest.SkipTest("is the full cache itself")
-  assert np.abs(logits_of(case) - logits_of(case, Full()))[:, 1:].max() > 0.05
+  most = np.abs(logits_of(case) - logits_of(case, Full()))[:, 1:].max()
+  assert most > 0.05, f"logits: found at most {most:.4f} from the full cache's, expected above 0.05"
 
 
 @law
@@ -38,7 +40,7 @@ def chunked_prefill(case):
   for start in range(CHUNK, int(LENGTHS.max()), CHUNK):
     run.chunk(np.clip(LENGTHS - start, 0, CHUNK), np.minimum(LENGTHS, start).astype(np.int32))
   chunked = np.stack([run.decode(LENGTHS + i) for i in range(STEPS)], 1)
-  assert np.isfinite(chunked).all()
+  finite("logits", chunked)
   if run.method.traits.chunkable:
     np.testing.assert_allclose(chunked, logits_of(case)[:, 1:], atol=CLOSE)
 
@@ -75,10 +77,14 @@ def check_kept(case, caches, seen):
       for row in pos[b]:
         count = int((row >= 0).sum()) if shared else used[b]
         kept = row[:count]
-        assert (kept >= 0).all() and (row[count:] == -1).all()
-        assert len(set(kept.tolist())) == count
-        assert kept.max() == seen[b] - 1 or case.drops_newest
-      assert not shared or abs((pos[b] >= 0).sum() - used[b] * len(pos[b])) <= len(pos[b]) / 2
+        held = f"pos of row {b}: found {row.tolist()}, expected"
+        assert (kept >= 0).all() and (row[count:] == -1).all(), f"{held} {count} tokens, then -1"
+        assert len(set(kept.tolist())) == count, f"{held} no token twice"
+        assert kept.max() == seen[b] - 1 or case.drops_newest, f"{held} the newest, {seen[b] - 1}"
+      held, told = (pos[b] >= 0).sum(), used[b] * len(pos[b])
+      assert not shared or abs(held - told) <= len(pos[b]) / 2, (
+        f"row {b}: {held} tokens, used {told}"
+      )
 
 
 @law
@@ -90,10 +96,12 @@ def room_does_not_change_the_answer(case):
   for cache in jax.eval_shape(lambda: ample.init_caches(spec)):
     slots = shared_slots.tokens(cache)
     # A stream's window has room beside it for blocks that are about to leave.
-    assert slots <= CAPACITY or ample.traits.stream is not None, slots
+    few = slots <= CAPACITY or ample.traits.stream is not None
+    assert few, f"slots of {ample!r}: found {slots}, expected at most the capacity {CAPACITY}"
   large, larger = (settings.example(case.method, times * CAPACITY) for times in (32, 256))
   sizes = [plan_memory(spec, method) for method in (large, larger)]
-  assert sizes[0] == sizes[1] or ample.traits.stream is not None, sizes
+  if ample.traits.stream is None:
+    same(f"bytes of {larger!r}", sizes[1], sizes[0])
 
 
 @law
@@ -107,7 +115,7 @@ def dtypes_hold_under_x64(case):
     out = [run.prompt(), run.decode(LENGTHS)]
   np.testing.assert_allclose(np.stack(out, 1), logits_of(case)[:, :2], atol=CLOSE)
   types = [jax.tree.map(lambda x: (x.shape, x.dtype), each.caches) for each in (run, want)]
-  assert types[0] == types[1]
+  same("types of the caches", *types)
 
 
 TURN = np.array([5, 8], np.int32)
@@ -150,14 +158,18 @@ def a_second_question_on_the_same_cache(case):
     return np.stack(out, 1)
 
   both, swapped, alike = ask(0, 1), ask(1, 0), ask(0, 0)
-  assert np.isfinite(both).all()
+  finite("logits", both)
   np.testing.assert_allclose(swapped[::-1], both, atol=CLOSE)
   np.testing.assert_allclose(alike, both[[0, 0]], atol=CLOSE)
-  assert np.abs(both[0] - both[1]).max() > 0.05
+  most = np.abs(both[0] - both[1]).max()
+  assert most > 0.05, (
+    f"logits of two questions: found at most {most:.4f} apart, expected above 0.05"
+  )
 
 
 @law
 def nan_in_empty_slots_never_leaks(case):
+  """Keys and values of NaN in slots without a token change no logits, of a step or of a turn."""
   run = Told(case)
   run.prompt()
   clean = run.caches
@@ -173,7 +185,7 @@ def nan_in_empty_slots_never_leaks(case):
   run.caches = tuple(poison(cache) for cache in clean)
   np.testing.assert_array_equal(run.decode(LENGTHS), want)
   run.caches = tuple(poison(cache) for cache in clean)
-  assert np.isfinite(run.chunk([3, 3], LENGTHS)).all()
+  finite("logits", run.chunk([3, 3], LENGTHS))
 
 
 @law
@@ -204,7 +216,7 @@ def idle_rows_stay_untouched(case):
   run.decode(LENGTHS, live=np.array([False, True]))
   chex.assert_trees_all_equal(row(run.caches, 0), before)
   changed = jax.tree.map(lambda a, b: (a != b).any(), row(run.caches, 1), other)
-  assert any(jax.tree.leaves(changed))
+  assert any(jax.tree.leaves(changed)), "caches of a live row: found no change, expected a token"
 
 
 @law

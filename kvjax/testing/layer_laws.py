@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.core.context import Env
 from kvjax.ops import shared_slots
-from kvjax.testing.cases import STEPS, Case, Told, law, logits_of, raises
+from kvjax.testing.cases import STEPS, Case, Told, finite, law, logits_of, raises
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CAPACITY, CLOSE
 
@@ -41,13 +41,19 @@ def nan_is_loud_and_leaves_no_trace(case):
   for step in range(STEPS):
     (want, _), (out, _) = (layer.decode([22 + step, 9 + step]) for layer in layers)
     np.testing.assert_array_equal(out[1], want[1])
-    assert np.isnan(out[0]).all() if step == 2 else np.isfinite(out[0]).all()
+    if step == 2:
+      assert np.isnan(out[0]).all(), "output of a NaN query: found numbers, expected NaN"
+    else:
+      finite(f"output of step {step}", out[0])
   cache = layers[1].cache
-  assert not any(np.isnan(x).any() for x in jax.tree.leaves(cache))
+  for path, x in jax.tree.leaves_with_path(cache):
+    ill = int(np.isnan(x).sum())
+    assert not ill, f"cache{jax.tree_util.keystr(path)}: found {ill} NaN, expected none"
   for row in np.asarray(shared_slots.by_head(cache)["pos"])[0]:
     shared = shared_slots.sharers(cache) > 1
     kept = row[: (row >= 0).sum() if shared else int(cache.used[0])]
-    assert (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
+    once = (kept >= 0).all() and len(set(kept.tolist())) == len(kept)
+    assert once, f"pos: found {kept.tolist()}, expected each token once"
 
 
 @law

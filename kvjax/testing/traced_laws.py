@@ -20,7 +20,7 @@ from kvjax.families.wrapper import Wrapper
 from kvjax.models.decode.generate import join
 from kvjax.ops import shared_slots
 from kvjax.runtime.shared_prefill import SharedPrefill, take
-from kvjax.testing.cases import WIDTH, Case, Told, law, raises
+from kvjax.testing.cases import WIDTH, Case, Told, finite, law, raises, same
 from kvjax.testing.tiny import CAPACITY, CONFIG, LENGTHS, TOKENS
 
 
@@ -67,7 +67,7 @@ def second_call_does_not_retrace(case):
   given = jax.tree.map(jax.typeof, run.caches)
   for call in run.prompt, lambda: run.decode(LENGTHS):
     call()
-    assert jax.tree.map(jax.typeof, run.caches) == given
+    same("types of the caches", jax.tree.map(jax.typeof, run.caches), given)
 
 
 def of_codes(cache: Any) -> int:
@@ -94,13 +94,17 @@ def decode_loop_is_in_place(case):
   compiled = jax.jit(loop, donate_argnums=1).lower(run.leaves, run.caches, tokens).compile()
   memory: Any = compiled.memory_analysis()
   cache_bytes = sum(x.nbytes for x in jax.tree.leaves(run.caches))
-  assert memory.alias_size_in_bytes >= cache_bytes
+  kept = memory.alias_size_in_bytes
+  assert kept >= cache_bytes, f"bytes in place: found {kept}, expected the caches' {cache_bytes}"
   per_layer = sum(x.nbytes for x in jax.tree.leaves(run.caches[0]))
   keys = run.caches[0].slots["k"]
   turned = keys.nbytes if keys.shape[1] == 1 else 0
   per_layer += 2 * of_codes(run.caches[0])  # the numbers, and what attention takes beside them
   logits = 16 * 2 * CONFIG.vocab * 4
-  assert memory.temp_size_in_bytes - logits < per_layer + turned
+  taken, most = memory.temp_size_in_bytes - logits, per_layer + turned
+  assert taken < most, (
+    f"bytes of temporaries: found {taken}, expected below {most}, a layer's cache"
+  )
 
 
 # Properties of a method, all of which are answers.
@@ -117,11 +121,12 @@ def empty_wrapper_is_transparent(case):
   """It traces to the programs of its base, not an operation is another one, and answers as it."""
   base = case.tight
   through = Through(base)
-  assert traced(case, through) == traced(case, base)
+  alike = traced(case, through) == traced(case, base)
+  assert alike, "operations under a wrapper: found others than without, expected the same"
   for fact in FACTS:
-    assert getattr(through, fact) == getattr(base, fact), fact
+    same(f"{fact} under a wrapper", getattr(through, fact), getattr(base, fact))
   for n in (1, 100):
-    assert through.traits.pieces(n) == base.traits.pieces(n)
+    same(f"traits.pieces({n})", through.traits.pieces(n), base.traits.pieces(n))
 
 
 # ---- what a method says of itself
@@ -149,12 +154,14 @@ def the_repository_setting(case):
       settings.repo(method, 40)
     return
   preset = settings.repo(method, 40)
-  assert isinstance(preset, method) and preset != settings.example(method, 40)
+  other = isinstance(preset, method) and preset != settings.example(method, 40)
+  assert other, f"repo: found {preset!r}, expected another {method.__name__} than example's"
   run = Told(case, preset)
-  assert np.isfinite(run.generate(2)).all()
+  finite("logits", run.generate(2))
   if not preset.traits.positional:
     sizes = [cache.size // shared_slots.sharers(cache) for cache in run.caches]
-    assert np.mean(sizes) <= 40 + getattr(preset, "buffer", 0)
+    most = 40 + getattr(preset, "buffer", 0)
+    assert np.mean(sizes) <= most, f"slots: found {sizes}, expected at most {most} on average"
 
 
 @law
@@ -166,17 +173,20 @@ def caches_are_as_described(case):
   for layer, cache in enumerate(run.caches):
     leaves = case.tight.leaves(spec, layer)
     said = [leaf.layout for leaf in leaves.values() if leaf.layout is not None]
-    assert [cache.layout] == (said or [Layout.DENSE])[-1:]
+    same(f"layout of layer {layer}", cache.layout, (said or [Layout.DENSE])[-1])
     found = {shelf: {*getattr(cache, shelf)} for shelf in ("slots", "heads", "rows")}
-    assert found == {shelf: {n for n, x in leaves.items() if x.shelf == shelf} for shelf in found}
+    listed = {shelf: {n for n, x in leaves.items() if x.shelf == shelf} for shelf in found}
+    same(f"arrays of layer {layer}", found, listed)
     for name, leaf in leaves.items():
       if leaf.made is None:
         x = getattr(cache, leaf.shelf)[name]
-        assert x.dtype == jnp.dtype(leaf.dtype)
-        assert dict(cache.kinds).get(name, Leaf(leaf.shelf)) == leaf.kind()
+        same(f"dtype of {name}", x.dtype, jnp.dtype(leaf.dtype))
+        same(f"kind of {name}", dict(cache.kinds).get(name, Leaf(leaf.shelf)), leaf.kind())
 
 
 @law
 def is_hashable_and_equal_by_value(case):
+  """Two methods of the same settings are equal, and hash alike."""
   again = Case(case.method, case.settings)
-  assert case.tight == again.tight and hash(case.tight) == hash(again.tight)
+  same("the same settings", case.tight, again.tight)
+  same("hash of the same settings", hash(case.tight), hash(again.tight))

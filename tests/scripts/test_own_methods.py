@@ -91,4 +91,30 @@ def test_the_law_that_is_broken_is_named():
   kvjax.settings.register(Forgetful, neutral=lambda cls, length: forgets)
   with pytest.raises(AssertionError) as caught:
     kvjax.testing.check(Forgetful)
-  assert caught.value.__notes__ == ["Forgetful breaks the law neutral_setting_equals_full"]
+  assert "Mismatched elements" in str(caught.value)
+  assert caught.value.__notes__ == [
+    "Forgetful breaks the law neutral_setting_equals_full: Under the neutral setting a prompt and "
+    "steps give the logits of the full cache."
+  ]
+
+
+def test_a_law_says_what_it_found():
+  """In words of its own, with pytest or without."""
+
+  class Idle(kvjax.Full):
+    """The full cache by another name."""
+
+  with pytest.raises(AssertionError) as caught:
+    LAWS["tight_setting_has_an_effect"](Case(Idle))
+  assert (
+    str(caught.value) == "logits: found at most 0.0000 from the full cache's, expected above 0.05"
+  )
+  assert caught.value.__notes__ == [
+    "Idle breaks the law tight_setting_has_an_effect: The tight setting gives other logits: no law "
+    "holds because nothing happens."
+  ]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_says_what_it_checks(law):
+  assert LAWS[law].__doc__

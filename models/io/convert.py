@@ -19,6 +19,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -239,11 +240,14 @@ def read_config(path: str | os.PathLike[str]) -> ModelConfig:
 def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Content of a checkpoint folder's config.json; raises as `read_config`."""
   file = pathlib.Path(path) / "config.json"
+  if _published(path := pathlib.Path(path)):
+    what = "a Hugging Face folder" if path.is_dir() else "a .gguf file"
+    raise ValueError(f"{path}: found {what}, expected a checkpoint: {making_one(path)}")
   try:
     found = files.read_json(file, "a checkpoint's config")
   except FileNotFoundError as error:
     raise FileNotFoundError(
-      f"{path}: found no config.json, expected a checkpoint folder made by kvjax.models.io.convert"
+      f"{path}: found no config.json, expected a checkpoint folder: {making_one(path)}"
     ) from error
   if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
     raise ValueError(
@@ -251,6 +255,15 @@ def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
       f"expected {FORMAT!r} version {VERSION}: convert the model again"
     )
   return found
+
+
+def making_one(source: str | os.PathLike[str]) -> str:
+  """The command that converts a model, in words; of the hub's where no such folder is there."""
+  name = os.fspath(source)
+  if _published(pathlib.Path(name)):
+    return f"kvjax convert {shlex.quote(name)} FOLDER makes one"
+  of_hub = f"{HUB}{name}" if _HUB_ID.fullmatch(name) and not os.path.exists(name) else "MODEL"
+  return f"kvjax convert {of_hub} FOLDER makes one"
 
 
 def stored_bytes(path: str | os.PathLike[str]) -> dict[str, int]:

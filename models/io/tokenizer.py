@@ -316,7 +316,8 @@ class Tokenizer:
     except (RecursionError, TypeError, ValueError) as error:
       raise ValueError(
         f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, add_eos, ends, "
-        "chat_template, templates, special_tokens, rows"
+        "chat_template, templates, special_tokens, rows, as 'kvjax convert' writes it: "
+        "Tokenizer.from_huggingface reads a Hugging Face folder"
       ) from error
 
   @classmethod

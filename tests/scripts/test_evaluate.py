@@ -1142,7 +1142,13 @@ def test_a_summary_by_hand():
   assert (
     lines[2].split() == "t 8 aware full – 4 50.0% 15.0% – 85.0% 100% 0.000 MB 100% 100.0".split()
   )
-  assert "Wilson" in lines[-1] and "bootstrap" not in lines[-1]
+  assert "Wilson" in lines[-2] and "bootstrap" not in lines[-2]
+  assert lines[-1] == "  –: budget: the method takes none"
+  (alone,) = summary.summarise(rows[:1])
+  assert summary.table([alone]).splitlines()[-2:] == [
+    "  –: of full: the full cache has no such rows, or scores 0 in them",
+    "  –: ms: every batch compiled a program, or decoded no step",
+  ]
 
 
 H200 = {"device": "NVIDIA H200", "impl": "auto", "batch": 25, "config": {"kv_heads": 3}}

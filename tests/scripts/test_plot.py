@@ -103,8 +103,10 @@ def test_score_by_bytes_by_hand():
   summaries = summary.summarise(results())
   figure = pictures.score_by_bytes(summaries, STYLES)
   first = figure.axes[0]
+  assert first.get_title() == "1,024 tokens, aware\n2 tasks, n = 4 each"
   lines = {line.get_label(): line for line in first.lines}
-  np.testing.assert_allclose(lines["x"].get_xydata(), [[0.256, 0.1875]])
+  np.testing.assert_allclose(lines["x"].get_xydata(), [[0.256, 0.1875]], rtol=0.02)
+  assert lines["x"].get_xdata() != lines["random"].get_xdata()  # of as many bytes: side by side
   np.testing.assert_allclose(lines["full"].get_xydata(), [[1.024, 0.75]])
   assert first.get_xscale() == "log"
 
@@ -155,6 +157,8 @@ def test_speed_by_hand():
   np.testing.assert_allclose([line.get_ydata() for line in ours], 20)
   (line,) = drawn["tokens per second\ntiny, batch 2"].lines
   np.testing.assert_allclose(line.get_xydata(), [[1024, 20_000], [4096, 20_000]])
+  places = {float(line.get_xdata()[0]) for line in ours}
+  assert len(places) == 3 and max(places) / min(places) < 1.12
   once = [s for s in summaries if s.length == 1024]
   assert pictures.speed(once, [], STYLES) is None
 
@@ -202,3 +206,55 @@ def test_budgets_have_the_name_that_fits_all_lengths():
   ]
   assert needles._budget_name({"budget": 1250, "length": 10_000}, True) == "budget 1,250"
   assert names == ["", *(f"budget {n}" for n in ("1/2", "1/8", "1/16", "0.1 of it", "333", "64"))]
+
+
+def test_panels_are_as_wide_beside_a_long_legend_and_titles_apart():
+  """Fifty methods of long names: no title reaches into the next."""
+  rows = [row("vt", "full", None, i, 1.0, length) for length in (1024, 2048) for i in range(2)]
+  for name in (f"a_method_with_a_long_name:setting={i}" for i in range(50)):
+    rows += [row("vt", name, 64, i, 0.5, length) for length in (1024, 2048) for i in range(2)]
+  styles = pictures.Styles(dict.fromkeys(each["method"] for each in rows))
+  figure = pictures.score_by_bytes(summary.summarise(rows), styles)
+  figure.draw_without_rendering()
+  left, right = (axis.title.get_window_extent() for axis in figure.axes)
+  assert left.x1 < right.x0
+  assert all(axis.get_window_extent().width > 2.5 * figure.dpi for axis in figure.axes)
+
+
+def test_one_budget_at_several_lengths_is_one_panel():
+  """What was not run is said to be white."""
+  rows = [row("needle", "full", None, 0, 1.0, length, about={"depth": 0}) for length in (512, 1024)]
+  rows += [{**each, "method": "x", "budget": 64} for each in rows]
+  rows.append(row("needle", "y", 64, 0, 1.0, 512, about={"depth": 0}))
+
+  def drawn(rows):
+    (figure,) = pictures.needle_maps(rows).values()
+    titles = [axis.get_title().split("\n")[:2] for axis in figure.axes if axis.images]
+    return titles, "white: not run" in figure.get_suptitle()
+
+  titles, white = drawn(rows)
+  assert titles[1:] == [["x", "budget 64"], ["y", "budget 64"]] and white
+  assert not drawn(rows[:-1])[1]
+
+
+def test_a_task_that_a_method_has_not_done_is_said_not_to_be_run():
+  rows = [row(task, "full", None, 0, 1.0) for task in ("vt", "cwe")] + [row("vt", "x", 64, 0, 0.0)]
+  (figure,) = pictures.task_tables(summary.summarise(rows), plot.RULER).values()
+  texts = [text.get_text() for text in figure.axes[0].texts]
+  assert texts.count("not run") == 1 and texts.count("0\n0–79") == 2
+
+
+def test_the_report_has_a_table_for_each_measure():
+  """KL and perplexity are no scores, and an empty cell says why."""
+  also = {"kl": 0.5, "top1": 0.75, "nll": 2.0}
+  rolled = {"log_likelihood": -8.0, "words": 2.0, "bytes": 8.0}
+  rows = [row("kl", "x", 64, 0, 0.75, also=also, positions={"kl": [0.5]})]
+  rows += [row("wikitext", "x", 64, 0, 0.3, also=rolled), row("vt", "x", 64, 0, 0.0)]
+  found = plot.Results([])
+  found.rows = rows
+  text = plot.page(found, {}, "")
+  heads = [re.findall(r"<th[^>]*>(.*?)</th>", line) for line in text.splitlines() if "<th" in line]
+  assert [head[6] for head in heads] == ["score", "KL, nats", "word perplexity"]
+  assert text.count("75.0%") == 1 and "30.0%" not in text
+  assert "–: of full: the full cache has no such rows" in text and "<td></td>" not in text
+  assert pictures.score_by_bytes(summary.summarise(rows[:2]), STYLES) is None

@@ -50,6 +50,11 @@ class Summary:
   visited: float | None = None
   too_short: bool = False
 
+  @property
+  def answered(self) -> bool:
+    """Whether the task is scored by answers, and not by what follows a given text."""
+    return not self.also.keys() & {"kl", "bytes"}
+
 
 def summarise(
   rows: Iterable[dict[str, Any]], settings: dict[str, Any] | None = None
@@ -116,56 +121,77 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def table(summaries: Sequence[Summary]) -> str:
   """The summaries as a table, one block of columns for scores and one for divergences."""
-  answered = [s for s in summaries if not s.also.keys() & {"kl", "bytes"}]
-  rolled = [s for s in summaries if "bytes" in s.also]
-  followed = [s for s in summaries if "kl" in s.also]
-  parts = []
-  if answered:
-    head = ("task", "length", "mode", "method", "budget", "n", "score", "95 % interval")
-    head += ("of full", "cache", "of full", "ms/step")
-    parts.append(_part(head, answered, _score))
-  if followed:
-    head = ("task", "length", "mode", "method", "budget", "n", "KL", "95 % interval", "top-1")
-    head += ("perplexity", "cache", "of full", "ms/step")
-    parts.append(_part(head, followed, _divergence))
-  if rolled:
-    head = ("task", "length", "mode", "method", "budget", "n", "word perplexity")
-    head += ("byte perplexity", "bits/byte", "cache", "of full", "ms/token")
-    parts.append(_part(head, rolled, _perplexities))
-  kinds = sorted({s.score.interval for s in answered} | {"bootstrap" for _ in followed + rolled})
+  parts = [console.table(head, rows, left=LEFT) for head, rows in blocks(summaries)]
+  return "\n\n".join([*parts, "\n".join(f"  {note}" for note in notes(summaries))])
+
+
+Block = tuple[tuple[str, ...], list[list[str]]]
+LEFT = (0, 2, 3)  # columns of words
+
+
+def blocks(summaries: Sequence[Summary]) -> list[Block]:
+  """Heads and rows of the tables: of scores, of divergences, of perplexities."""
+  kinds: tuple[tuple[tuple[str, ...], Any, Any], ...] = (
+    (("score", "95 % interval", "of full"), _score, lambda s: s.answered),
+    (("KL, nats", "95 % interval", "top-1", "perplexity"), _divergence, lambda s: "kl" in s.also),
+    (("word perplexity", "byte perplexity", "bits/byte"), _words, lambda s: "bytes" in s.also),
+  )
+  made: list[Block] = []
+  for middle, cells, is_one in kinds:
+    if chosen := [s for s in summaries if is_one(s)]:
+      step = "ms/token" if cells is _words else "ms/step"
+      head = ("task", "length", "mode", "method", "budget", "n", *middle, "cache", "of full", step)
+      rows = [_cells(s, cells) for s in chosen]
+      if any(s.visited is not None or s.too_short for s in chosen):
+        head += ("visited",)
+        rows = [[*row, _visited(s)] for row, s in zip(rows, chosen, strict=True)]
+      made.append((head, rows))
+  return made
+
+
+def notes(summaries: Sequence[Summary]) -> list[str]:
+  """Lines that say what modes, columns and empty cells mean, of those that there are."""
+  answered = [s for s in summaries if s.answered]
+  others = len(answered) < len(summaries)
+  kinds = sorted({s.score.interval for s in answered} | ({"bootstrap"} if others else set()))
   meaning = {
     "Wilson": "Wilson's, where every score is 0 or 1",
     "bootstrap": "the bootstrap's percentiles (2,000 resamples of the rows), elsewhere",
   }
   modes = dict.fromkeys(s.mode for s in summaries)
-  parts.append(
-    "\n".join(
-      [
-        *(f"  {mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes),
-        "  n: rows; 95 % interval: " + "; ".join(meaning[kind] for kind in kinds),
-      ]
-    )
+  lines = [f"{mode}: {plan.MEANING[mode]}" for mode in plan.MEANING if mode in modes]
+  lines.append("n: rows; 95 % interval: " + "; ".join(meaning[kind] for kind in kinds))
+  reasons = (
+    ("budget", any(s.budget is None for s in summaries), "the method takes none"),
+    (
+      "of full",
+      any(s.share is None or (s.answered and s.relative is None) for s in summaries),
+      "the full cache has no such rows, or scores 0 in them",
+    ),
+    (
+      "ms",
+      any(s.step_seconds is None for s in summaries),
+      "every batch compiled a program, or decoded no step",
+    ),
+    (
+      "visited",
+      any(s.visited is not None for s in summaries)
+      and any(s.visited is None and not s.too_short for s in summaries),
+      "the method does not report it",
+    ),
   )
+  lines += [f"–: {name}: {why}" for name, there, why in reasons if there]
   if any(s.too_short for s in summaries):
-    parts.append(
-      "  cannot stop: its walks are too short to end early, it reads what the full cache does"
+    lines.append(
+      "cannot stop: its walks are too short to end early, it reads what the full cache does"
     )
-  return "\n\n".join(parts)
-
-
-def _part(head: tuple[str, ...], summaries: Sequence[Summary], middle: Any) -> str:
-  """A block of the table; what was visited is a column where a method says it."""
-  rows = [_cells(s, middle) for s in summaries]
-  if any(s.visited is not None or s.too_short for s in summaries):
-    head += ("visited",)
-    rows = [[*row, _visited(s)] for row, s in zip(rows, summaries, strict=True)]
-  return console.table(head, rows, left=(0, 2, 3))
+  return lines
 
 
 def _visited(s: Summary) -> str:
   if s.too_short:
     return "cannot stop"
-  return "" if s.visited is None else f"{s.visited:.1%}"
+  return "–" if s.visited is None else f"{s.visited:.1%}"
 
 
 def _cells(s: Summary, middle: Any) -> list[str]:
@@ -179,14 +205,14 @@ def _cells(s: Summary, middle: Any) -> list[str]:
     str(s.score.n),
     *middle(s),
     (f"{size:,.1f} MB" if size >= 1 else f"{size:.3f} MB") + " (host)" * bool(s.host_bytes),
-    "" if s.share is None else f"{s.share:.0%}",
-    "" if s.step_seconds is None else f"{s.step_seconds * 1e3:.1f}",
+    "–" if s.share is None else f"{s.share:.0%}",
+    "–" if s.step_seconds is None else f"{s.step_seconds * 1e3:.1f}",
   ]
 
 
 def _score(s: Summary) -> list[str]:
   interval = f"{s.score.low:.1%} – {s.score.high:.1%}"
-  return [f"{s.score.mean:.1%}", interval, "" if s.relative is None else f"{s.relative:.0%}"]
+  return [f"{s.score.mean:.1%}", interval, "–" if s.relative is None else f"{s.relative:.0%}"]
 
 
 def _divergence(s: Summary) -> list[str]:
@@ -203,5 +229,5 @@ def perplexities(s: Summary) -> tuple[float, float, float]:
   return word, byte, -nats / size / math.log(2)
 
 
-def _perplexities(s: Summary) -> list[str]:
+def _words(s: Summary) -> list[str]:
   return [f"{value:,.4f}" for value in perplexities(s)]

@@ -5,7 +5,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from kvjax.programs.evals import families
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.pictures.callouts import place
-from kvjax.programs.evals.pictures.look import SMALL, name_axes, name_of, thousands
+from kvjax.programs.evals.pictures.look import SMALL, apart, name_axes, name_of, thousands
 from kvjax.programs.evals.standing import FULL
 
 Measure = Callable[[Cost], float]
@@ -23,19 +22,14 @@ Looks = dict[str, dict[str, Any]]  # colour and marker by method
 _MARKERS = "osD^vP*X<>hdp8H"
 
 
-def _kept(cost: Cost) -> float:
-  return cost.kept
-
-
 _PANELS: tuple[tuple[str, Measure], ...] = (
   ("ms a token: median step of the batch", lambda cost: cost.milliseconds),
-  ("GB kept on the device, a row", _kept),
+  ("GB kept on the device, a row", lambda cost: cost.kept),
   ("GB read a step at most: weights and caches", lambda cost: cost.read),
 )
 _WIDE = 4  # a panel whose values differ by more is logarithmic
-_SAME, _STEP = 0.002, 0.006  # of a panel's span: what is drawn side by side, and how far apart
 _READING = (
-  "bars: 95 % intervals; nothing is smoothed; points that keep the same stand side by side; thin "
+  "bars: 95 % intervals; nothing is smoothed; points of one cost stand side by side; thin "
   "lines join a method's budgets; the black line is the full cache's score"
 )
 _MODES = {
@@ -117,7 +111,7 @@ def _panel(
   """Draws a panel, and says where its points lie."""
   costs = [cost(point.cost) for point in board.points]
   log = min(costs) > 0 and max(costs) > _WIDE * min(costs)
-  xs = _apart(costs, log) if cost is _kept else costs
+  xs = apart(costs, log)
   at = {p: (x, 100 * p.score.mean) for p, x in zip(board.points, xs, strict=True)}
   budgets = sorted({point.budget for point in board.points if point.budget is not None})
   sizes = {None: 7.0, **{budget: 6.0 + 2.5 * i for i, budget in enumerate(budgets)}}
@@ -147,20 +141,6 @@ def _panel(
   axis.grid(axis="y", color="0.93", linewidth=0.6)
   axis.set_axisbelow(True)
   return at
-
-
-def _apart(costs: Sequence[float], log: bool) -> list[float]:
-  """Costs as they are drawn: those that are all but the same lie side by side."""
-  on_axis = np.log(costs) if log else np.asarray(costs, float)
-  span = np.ptp(on_axis) or 1.0
-  order = np.argsort(on_axis, kind="stable")
-  groups = np.split(order, 1 + np.flatnonzero(np.diff(on_axis[order]) > _SAME * span))
-  drawn = on_axis.copy()
-  for group in groups:
-    middle = on_axis[group].mean()
-    if np.ptp(on_axis[group]) <= 2 * _SAME * span and len(group) > 2:
-      drawn[group] = middle + _STEP * span * (np.arange(len(group)) - (len(group) - 1) / 2)
-  return list(np.exp(drawn) if log else drawn)
 
 
 def front(points: Sequence[Point], cost: Measure) -> list[Point]:

@@ -7,7 +7,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from kvjax.programs.evals.pictures.look import SMALL, Styles, between, legend, name_axes, sheet
+from kvjax.programs.evals.pictures.look import (
+  SMALL,
+  Styles,
+  apart,
+  between,
+  legend,
+  name_axes,
+  sheet,
+)
 from kvjax.programs.evals.standing import FULL, aware_first
 from kvjax.programs.evals.stats import Estimate, mean_of
 from kvjax.programs.evals.summary import Summary
@@ -18,7 +26,7 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
 
   A panel has the tasks that the same methods have done; means over other tasks are other numbers.
   """
-  chosen = [s for s in summaries if "kl" not in s.also]
+  chosen = [s for s in summaries if s.answered]
   done: dict[tuple[str, int, str], set[Any]] = {}
   for s in chosen:
     if s.method != FULL:
@@ -39,8 +47,10 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
       if {s.task for s in mine} == tasks:
         size = np.mean([s.cache_bytes for s in mine]) / 1e6
         points.setdefault(method, []).append((size, mean_of([s.score for s in mine])))
+    sizes = iter(apart([size for listed in points.values() for size, _ in listed], log=True))
     for method, listed in points.items():
-      x, scores = zip(*sorted(listed, key=lambda point: point[0]), strict=True)
+      drawn = [(next(sizes), score) for _, score in listed]
+      x, scores = zip(*sorted(drawn, key=lambda point: point[0]), strict=True)
       y = [score.mean for score in scores]
       style = styles.line(method)
       if method == FULL:
@@ -57,9 +67,11 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
     axis.set_ylim(-0.03, 1.03)
     n = between(s.score.n for s in here)
     many = f"{len(tasks)} tasks, {n} each" if len(tasks) > 1 else f"{tasks.pop()}, {n}"
-    title = f"{length:,} tokens, {mode}; {many}"
-    axis.set_title(title, fontsize=SMALL)
+    axis.set_title(f"{length:,} tokens, {mode}\n{many}", fontsize=SMALL)
     name_axes(axis, "MB of cache a row; logarithmic", "mean score, 95 % interval")
   legend(figure, axes)
-  figure.suptitle("Score against the bytes that are really kept", fontsize=10)
+  title = (
+    "Score against the bytes that are really kept\npoints of the same bytes stand side by side"
+  )
+  figure.suptitle(title, fontsize=10)
   return figure

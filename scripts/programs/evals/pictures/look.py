@@ -18,6 +18,8 @@ _COLOURS = [colormaps["tab10"](i) for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]
 _LINES = ("-", "--", ":")  # after as many methods as there are colours the next one
 _MARKERS = "osD^vP*X<>hd"
 SMALL = 8
+_SAME = 0.002  # of an axis's span: what is drawn side by side
+_STEP, _MOST = 0.016, 0.1  # how far apart two are, and all of them, at most
 
 
 def name_of(method: str, budget: int | None) -> str:
@@ -64,6 +66,21 @@ def sheet(panels: int, columns: int, width: float, height: float) -> tuple[Figur
   return figure, axes
 
 
+def apart(places: Sequence[float], log: bool) -> list[float]:
+  """Places on an axis as they are drawn: those that are all but the same lie side by side."""
+  on_axis = np.log(places) if log else np.asarray(places, float)
+  span = np.ptp(on_axis) or 1.0
+  order = np.argsort(on_axis, kind="stable")
+  groups = np.split(order, 1 + np.flatnonzero(np.diff(on_axis[order]) > _SAME * span))
+  drawn = on_axis.copy()
+  for group in groups:
+    middle = on_axis[group].mean()
+    if np.ptp(on_axis[group]) <= 2 * _SAME * span and len(group) > 1:
+      step = min(_STEP, _MOST / len(group)) * span
+      drawn[group] = middle + step * (np.arange(len(group)) - (len(group) - 1) / 2)
+  return list(np.exp(drawn) if log else drawn)
+
+
 def name_axes(axis: Axes, x: str, y: str) -> None:
   axis.set_xlabel(x, fontsize=SMALL)
   axis.set_ylabel(y, fontsize=SMALL)
@@ -72,13 +89,15 @@ def name_axes(axis: Axes, x: str, y: str) -> None:
 
 
 def legend(figure: Figure, axes: Iterable[Axes]) -> None:
-  """One legend for all panels, to their right."""
+  """One legend for all panels, to their right; the figure grows by its width."""
   handles: dict[str, Any] = {}
   for axis in axes:
     for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
       handles.setdefault(label, handle)
   look = {"loc": "outside right center", "fontsize": 7, "frameon": False, "handlelength": 3}
-  figure.legend(handles.values(), handles.keys(), ncols=1 + len(handles) // 20, **look)
+  shown = figure.legend(handles.values(), handles.keys(), ncols=1 + len(handles) // 20, **look)
+  width, height = figure.get_size_inches()
+  figure.set_size_inches(width + shown.get_window_extent().width / figure.dpi, height)
 
 
 def thousands(tokens: float) -> str:

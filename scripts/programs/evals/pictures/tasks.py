@@ -40,7 +40,9 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   for i, (method, budget) in enumerate(named):
     mine = [found.get((method, budget, task)) for task in columns]
     for j, s in enumerate(mine):
-      if s is not None:
+      if s is None:
+        axis.text(j, i, "not run", ha="center", va="center", fontsize=6, color="0.6")
+      else:
         grid[i, j] = np.nan if s.relative is None else s.relative
         _field(axis, j, i, s.score, grid[i, j])
     scores = [(found[method, budget, t], found.get((FULL, None, t))) for t in shared]
@@ -69,6 +71,6 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
 
 
 def _field(axis: Axes, x: int, y: int, score: Estimate, shade: float) -> None:
-  text = "{:.0f}\n{:.0f}–{:.0f}".format(*(100 * v for v in (score.mean, score.low, score.high)))
+  text = "{}\n{}–{}".format(*(round(100 * v) for v in (score.mean, score.low, score.high)))
   colour = "black" if np.isnan(shade) or shade > 0.6 else "white"
   axis.text(x, y, text, ha="center", va="center", fontsize=6, color=colour, linespacing=0.95)

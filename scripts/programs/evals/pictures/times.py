@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
   places = sorted(where for where, timed in lengths.items() if len(timed) > 1)
   if not places:
     return None
+  beside = _side_by_side(lines)
   figure, axes = sheet(3 * len(places), 3, 3.6, 2.7)
   titles = "ms per decode step", "tokens per second", "GB of caches or peak memory"
   for (method, where), points in lines.items():
@@ -49,14 +50,15 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
       style = styles.line(method)
     else:  # of bench: this library, or a peer
       style = {"color": "black" if method == "kvjax" else "0.6", "marker": "s", "markersize": 4}
+    drawn = [n * beside[method, where] for n in x]
     for column, y in enumerate(values):
       if not np.isnan(y).all():
         axis = axes[3 * places.index(where) + column]
-        axis.plot(x, y, **{**style, "marker": style["marker"] or "."}, label=method)
+        axis.plot(drawn, y, **{**style, "marker": style["marker"] or "."}, label=method)
   for i, axis in enumerate(axes[: 3 * len(places)]):
     axis.set_xscale("log", base=2)
     if axis.lines:
-      ticks = sorted({x for line in axis.lines for x in line.get_xdata()})
+      ticks = sorted(lengths[places[i // 3]])
       axis.set_xticks(ticks, [thousands(x) for x in ticks], fontsize=SMALL)
       axis.set_ylim(bottom=0)
     else:
@@ -64,8 +66,23 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
     axis.set_title(f"{titles[i % 3]}\n{places[i // 3]}", fontsize=SMALL)
     name_axes(axis, "context in tokens; logarithmic", "")
   legend(figure, axes)
-  figure.suptitle("Speed and memory against context length: medians", fontsize=10)
+  title = (
+    "Speed and memory against context length: medians; points of one length stand side by side"
+  )
+  figure.suptitle(title, fontsize=10)
   return figure
+
+
+def _side_by_side(named: Iterable[tuple[str, str]]) -> dict[tuple[str, str], float]:
+  """For each (method, place) the factor on its lengths: within 6 % for all methods of a place."""
+  together: dict[str, list[str]] = {}
+  for method, where in named:
+    together.setdefault(where, []).append(method)
+  return {
+    (method, where): 2 ** (0.16 * ((i + 0.5) / len(methods) - 0.5))
+    for where, methods in together.items()
+    for i, method in enumerate(methods)
+  }
 
 
 def _one_per_length(summaries: Sequence[Summary]) -> list[Summary]:

@@ -55,7 +55,7 @@ def different_layers(method: Any) -> str:
 def remedy(method: Any) -> str:
   """What to do with layers that differ, be it for a method's base."""
   own = getattr(method, "dense_layers", 0)
-  if own and not method.minds_depth:
+  if own and not getattr(method, "minds_depth", False):
     return "unroll them, or set dense_layers=0"
   base = getattr(method, "base", None)
   return "unroll them" if own or base is None else remedy(base)

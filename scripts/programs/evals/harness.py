@@ -7,6 +7,12 @@
     lm = KVCacheLM(model, tokenizer, kvjax.SnapKV(budget=512))
     print(lm_eval.simple_evaluate(model=lm, tasks=["hellaswag"])["results"])
 
+lm-evaluation-harness finds no models of other packages by itself. Its own command with this one
+registered, `kvjax`, is this module:
+
+    python -m kvjax.programs.evals.harness run --model kvjax --tasks hellaswag \
+      --model_args pretrained=FOLDER,method=snapkv:window_size=16,budget=512
+
 Contexts are read into the method's cache, and scored tokens are then decoded one by one: every
 log-likelihood is the one that the method gives while generating.
 
@@ -14,35 +20,34 @@ Lengths and requests mean the same as in `HFLM`, except that sampling has no `to
 task sets it. Unsupported requests raise an error before anything is read.
 """
 
-import dataclasses
-import itertools
+import pathlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
-import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.models.decode.generate import generate, pad, prefill
-from kvjax.models.decode.sampling import Sampling
+from kvjax.methods import labels
+from kvjax.models.decode.generate import generate
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import console
-from kvjax.programs.evals import origin
-from kvjax.programs.evals.divergence import surprise
+from kvjax.programs import common, console
+from kvjax.programs.evals import continuations, origin
+from kvjax.programs.evals.asked import Settings
+from kvjax.programs.evals.continuations import Pair
 
 try:
   from lm_eval import utils
   from lm_eval.api.model import TemplateLM
+  from lm_eval.api.registry import register_model
 except ModuleNotFoundError as error:
   raise ModuleNotFoundError(
     "the package lm-eval is not installed: pip install 'kvjax[benchmarks]'"
   ) from error
 
-_PIECE = 32  # tokens that are scored per call: their logits are held at once
 
-
+@register_model("kvjax")
 class KVCacheLM(TemplateLM):
   """A decoder under one KV-cache method.
 
@@ -79,6 +84,51 @@ class KVCacheLM(TemplateLM):
     self.batch = batch
     self.max_length = max_length or most
     self.max_new_tokens = max_new_tokens
+
+  @classmethod
+  def create_from_arg_string(
+    cls, arg_string: str, additional_config: dict[str, Any] | None = None
+  ) -> Self:
+    """A model out of --model_args, as `loaded` takes them."""
+    return cls.create_from_arg_obj(utils.simple_parse_args_string(arg_string), additional_config)
+
+  @classmethod
+  def create_from_arg_obj(
+    cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+  ) -> Self:
+    """As `create_from_arg_string`; JSON, in which a label may have several settings."""
+    return cls.loaded(**arg_dict, **(additional_config or {}))
+
+  @classmethod
+  def loaded(
+    cls,
+    pretrained: str | None = None,
+    method: str = "full",
+    budget: int = 1024,
+    batch_size: int | str | None = None,
+    max_batch_size: int | None = None,
+    device: str | None = None,
+    **lengths: Any,
+  ) -> Self:
+    """A model under the method of a label.
+
+    Args:
+      pretrained: a checkpoint, as `kvjax evaluate` takes it; None: SmolLM2-135M-Instruct.
+      method: the method's label.
+      budget: tokens that it keeps or reads.
+      batch_size: rows that are read together; None: 1.
+      max_batch_size, device: not used: batches have one size, and JAX chooses the device.
+      lengths: `max_length` and `max_new_tokens`.
+
+    Raises:
+      ValueError: the label is none, or a number is out of range.
+    """
+    if not str(batch_size or 1).isdigit():
+      raise ValueError(f"batch_size: found {batch_size!r}, expected an integer")
+    found = labels.instance(method, budget, "method")
+    checkpoint = None if pretrained is None else pathlib.Path(pretrained)
+    model, tokenizer = common.load_model(checkpoint, out=sys.stderr)
+    return cls(model, tokenizer, found, batch=int(batch_size or 1), **lengths)
 
   @property
   def eot_token_id(self) -> int:
@@ -121,7 +171,7 @@ class KVCacheLM(TemplateLM):
     pairs = [self._cut(context, continuation) for _, context, continuation in requests]
     found: dict[int, tuple[float, bool]] = {}
     with console.bar(len(pairs), "log-likelihoods", "request") as bar:
-      for indices in self._batches(pairs):
+      for indices in continuations.batches(pairs, self.batch):
         scores = self._score([pairs[i] for i in indices])
         for i, score in zip(indices, scores, strict=True):
           found[i] = score
@@ -170,7 +220,7 @@ class KVCacheLM(TemplateLM):
     with console.bar(len(requests), "answers", "request") as bar:
       for setting in dict.fromkeys(settings):
         mine = [i for i, other in enumerate(settings) if other == setting]
-        for indices in self._batches([pairs[i] for i in mine]):
+        for indices in continuations.batches([pairs[i] for i in mine], self.batch):
           chosen = [mine[i] for i in indices]
           for i, text in zip(
             chosen, self._answer([pairs[i] for i in chosen], setting), strict=True
@@ -180,7 +230,7 @@ class KVCacheLM(TemplateLM):
           bar.update(len(chosen))
     return [texts[i] for i in range(len(requests))]
 
-  def _settings(self, given: Mapping[str, Any]) -> "Settings":
+  def _settings(self, given: Mapping[str, Any]) -> Settings:
     """The settings that a request asks for; raises ValueError where they cannot be met."""
     setting = Settings.of(given, self.max_new_tokens)
     if setting.steps >= self.max_length:
@@ -202,53 +252,15 @@ class KVCacheLM(TemplateLM):
       )
     return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
-  def _batches(self, pairs: Sequence[tuple[list[int], list[int]]]) -> Iterable[list[int]]:
-    """Indices of the pairs, those of one shape together."""
-    shapes = [(_bucket(len(context)), _bucket(len(rest))) for context, rest in pairs]
-    order = sorted(range(len(pairs)), key=lambda i: shapes[i], reverse=True)
-    for _, alike in itertools.groupby(order, key=lambda i: shapes[i]):
-      listed = list(alike)
-      yield from (listed[i : i + self.batch] for i in range(0, len(listed), self.batch))
-
-  def _read(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Any, Any]:
-    """Logits and caches after the contexts; rows beyond the pairs are idle."""
-    contexts = [context for context, _ in pairs]
-    size = _bucket(max(map(len, contexts)))
-    idle: list[list[int]] = [[]] * (self.batch - len(contexts))
-    tokens, lengths = pad([*contexts, *idle], multiple=size)
-    capacity = size + _bucket(max(len(rest) for _, rest in pairs))
-    caches = self.method.init_caches(self.model.spec(self.batch, capacity))
-    return prefill(self.model, tokens, lengths, caches, self.method, past=0)
-
-  def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    logits, caches = self._read(pairs)
-    longest = max(len(rest) for _, rest in pairs)
-    forced = np.full((self.batch, -(-longest // _PIECE) * _PIECE), -1, np.int32)
-    for row, (_, rest) in zip(forced, pairs, strict=False):
-      row[: len(rest)] = rest
+  def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
     total, greedy = np.zeros(self.batch), np.ones(self.batch, bool)
-    for start in range(0, longest, _PIECE):
-      wanted = forced[:, start : start + _PIECE]
-      generation, caches = generate(
-        self.model,
-        logits,
-        caches,
-        self.method,
-        steps=_PIECE,
-        live=wanted[:, 0] >= 0,
-        forced=wanted,
-        return_logits=True,
-        chunk=_PIECE,
-      )
-      logits = generation.last
-      nll = np.asarray(surprise(generation.logits, jnp.asarray(np.maximum(wanted, 0))))
-      likeliest = np.asarray(generation.logits.argmax(-1))
-      total -= np.where(wanted >= 0, nll, 0).sum(1, dtype=np.float64)
-      greedy &= ((likeliest == wanted) | (wanted < 0)).all(1)
+    for piece in continuations.score(self.model, self.method, pairs, self.batch):
+      total += piece.logprobs.sum(1, dtype=np.float64)
+      greedy &= ((piece.likeliest == piece.tokens) | (piece.tokens < 0)).all(1)
     return [(float(total[i]), bool(greedy[i])) for i in range(len(pairs))]
 
-  def _answer(self, pairs: Sequence[tuple[list[int], list[int]]], setting: "Settings") -> list[str]:
-    logits, caches = self._read(pairs)
+  def _answer(self, pairs: Sequence[Pair], setting: Settings) -> list[str]:
+    logits, caches = continuations.read(self.model, self.method, pairs, self.batch)
     generation, _ = generate(
       self.model,
       logits,
@@ -265,100 +277,8 @@ class KVCacheLM(TemplateLM):
     return generation.texts[: len(pairs)]
 
 
-# Names of the number of new tokens, the first one that is given counts.
-_STEPS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# What generation libraries are told beside these, and the values that change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-  "num_beams": (1,),
-  "num_beam_groups": (1,),
-  "num_return_sequences": (1,),
-  "repetition_penalty": (1,),
-  "length_penalty": (1,),
-  "presence_penalty": (0,),
-  "frequency_penalty": (0,),
-  "diversity_penalty": (0,),
-  "no_repeat_ngram_size": (0,),
-  "typical_p": (1,),
-  "early_stopping": (False,),
-  "use_cache": (True, False),
-}
+if __name__ == "__main__":
+  from lm_eval.__main__ import cli_evaluate
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """The settings that a request asks for.
-
-  Attributes:
-    until: strings that end an answer.
-    steps: tokens of an answer at most.
-    sampling: how tokens are drawn.
-  """
-
-  until: tuple[str, ...]
-  steps: int
-  sampling: Sampling
-
-  @classmethod
-  def of(cls, given: Mapping[str, Any], steps: int) -> "Settings":
-    """Out of a request's `generation_kwargs`.
-
-    Args:
-      given: `until`, one of `max_gen_toks` and its other names, `do_sample`, `temperature`,
-        `top_p`, `top_k`, `min_p`. Without `do_sample` a temperature above 0 draws.
-      steps: tokens of an answer where it does not say.
-
-    Raises:
-      ValueError: a name is not known, or a value is not possible.
-    """
-    told = {name: value for name, value in given.items() if value is not None}
-    until = told.pop("until", [])
-    until = [until] if isinstance(until, str) else until
-    if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
-      raise ValueError(f"until: found {until!r}, expected a string, or several in a list")
-    for name in reversed(_STEPS):
-      if name in told:
-        steps = _whole(name, told.pop(name), 1)
-    return cls(tuple(filter(None, until)), steps, _sampling(told))
-
-
-def _sampling(told: dict[str, Any]) -> Sampling:
-  """The way tokens are drawn; whatever else a request says has to be without effect."""
-  sample = told.pop("do_sample", None)
-  if sample not in (True, False, None):
-    raise ValueError(f"do_sample: found {sample!r}, expected True or False")
-  values = {
-    name: _number(name, told.pop(name))
-    for name in ("temperature", "top_p", "min_p")
-    if name in told
-  }
-  top_k = _whole("top_k", told.pop("top_k", 0), -1)
-  for name, value in told.items():
-    if name not in _NEUTRAL:
-      known = ("until", *_STEPS, "do_sample", "temperature", "top_p", "top_k", "min_p")
-      raise ValueError(f"generation_kwargs: found {name} = {value!r}, expected {', '.join(known)}")
-    if value not in _NEUTRAL[name]:
-      raise ValueError(f"{name}: found {value!r}, expected {_NEUTRAL[name][0]}")
-  temperature = values.get("temperature", 0.0)
-  if sample and not temperature > 0:
-    raise ValueError(f"temperature: found {temperature} with do_sample, expected more than 0")
-  drawn = Sampling(**{**values, "temperature": temperature}, top_k=top_k if top_k > 0 else None)
-  return Sampling() if sample is False or not temperature else drawn
-
-
-def _number(name: str, value: Any) -> float:
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise ValueError(f"{name}: found {value!r}, expected a number")
-  return float(value)
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-  if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-    raise ValueError(f"{name}: found {value!r}, expected an integer")
-  if value < least:
-    raise ValueError(f"{name}: found {value!r}, expected at least {least}")
-  return int(value)
-
-
-def _bucket(tokens: int) -> int:
-  """The next of 32, 64, 128, …: few sizes, few compilations."""
-  return max(32, 1 << (max(1, tokens) - 1).bit_length())
+  with common.one_line_errors():
+    cli_evaluate()

@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": "kvjax.programs.demo",
     "chat": "kvjax.programs.chat",
     "generate": "kvjax.programs.generate",
+    "serve": "kvjax.programs.serve",
     "convert": "kvjax.programs.convert_checkpoint",
   },
   "choose a method": {
@@ -50,6 +51,7 @@ DEVELOPERS = (
   *(f"tools.{name}" for name in ("support_table", "soak", "fuzz", "make_golden")),
   *("tools.make_family_goldens", "studies.beside_kvpress", "studies.beside_kvzip"),
 )
+EXTRAS = {"serve": "serve"}  # what a command needs besides; the others' is `eval`
 _DEVELOPERS = "For developers: "
 _EXAMPLES = """examples:
   kvjax demo
@@ -121,6 +123,8 @@ def main() -> None:
   except ModuleNotFoundError as error:
     if (error.name or "kvjax").split(".")[0] == __name__.split(".")[0]:
       raise
-    parser.exit(1, f"error: {error}, expected it for {given.command}: pip install 'kvjax[eval]'\n")
+    extra = EXTRAS.get(given.command, "eval")
+    needed = f"{error}, expected it for {given.command}: pip install 'kvjax[{extra}]'"
+    parser.exit(1, f"error: {needed}\n")
   common = importlib.import_module("kvjax.programs.common")
   common.run(program.main, program.Args, command=f"kvjax {given.command}")

@@ -42,8 +42,7 @@ from kvjax.programs.openai_format import Request
 
 SCORES = -1  # number of the job that scores the prompts
 HERE = ["127.0.0.1", "localhost"]  # names of this machine, which others do not reach
-GRACE_SECONDS = 5  # that answers under way get when the server is stopped
-POLL_SECONDS = 0.2  # between two looks whether a client is still there
+POLL_SECONDS = 0.2  # between two looks whether a client is still there, and the server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +89,7 @@ class Service:
     self.template = common.template_arguments(args.template_args)
     self.context = args.context_tokens or int(engine.method.traits.order_independent)
     self.open = 0  # jobs that have not ended
+    self.stopped: Callable[[], bool] = lambda: False
     routes: dict[str, Callable[..., Any]] = {
       "/v1/completions": functools.partial(self._answer, False),
       "/v1/chat/completions": functools.partial(self._answer, True),
@@ -181,7 +181,7 @@ class Service:
   async def _events(
     self, request: requests.Request, started: tuple[list[Tell], asyncio.Queue]
   ) -> AsyncIterator[tuple[int, Any]]:
-    """Numbers of jobs with their events, which end with the client; raises what went wrong."""
+    """Numbers of jobs and their events; all end with the client. Raises what went wrong."""
     jobs, inbox = started
     watch = asyncio.create_task(self._watch(request, jobs))
     left = len(jobs)
@@ -193,6 +193,8 @@ class Service:
           raise error
         if isinstance(error, Exception):
           raise HTTPException(500, f"{type(error).__name__}: {error}")
+        if isinstance(event, Answer) and event.end == "cancelled":
+          raise HTTPException(503, "the server was stopped before the answer ended")
         left -= not isinstance(event, str)
         yield number, event
     finally:
@@ -200,7 +202,7 @@ class Service:
       self._cancel(jobs)
 
   async def _watch(self, request: requests.Request, jobs: list[Tell]) -> None:
-    while not await request.is_disconnected():
+    while not (self.stopped() or await request.is_disconnected()):
       await asyncio.sleep(POLL_SECONDS)
     self._cancel(jobs)
 
@@ -272,10 +274,11 @@ def server(args: Args) -> tuple[uvicorn.Server, Engine]:
   capacity = min(args.capacity, model.config.max_context)
   sizes = {"rows": args.rows, "capacity": capacity, "chunk": args.prefill_chunk}
   engine = Engine(model, tokenizer, method, **sizes)
-  app = Service(engine, tokenizer, capacity, args).app
-  how: dict[str, Any] = {"lifespan": "off", "access_log": False}
-  how["timeout_graceful_shutdown"] = GRACE_SECONDS
-  return uvicorn.Server(uvicorn.Config(app, args.host, args.port, **how)), engine
+  service = Service(engine, tokenizer, capacity, args)
+  config = uvicorn.Config(service.app, args.host, args.port, lifespan="off", access_log=False)
+  made = uvicorn.Server(config)
+  service.stopped = lambda: made.should_exit
+  return made, engine
 
 
 def main(args: Args) -> None:
@@ -287,7 +290,7 @@ def main(args: Args) -> None:
     print(f"warning: --host {args.host}: anybody who reaches it is answered", file=sys.stderr)
   try:
     runs.run()
-  except KeyboardInterrupt:  # raised again once what was under way has ended
+  except KeyboardInterrupt:  # raised again once no request is under way
     print("stopped", file=sys.stderr)
   finally:
     engine.close()

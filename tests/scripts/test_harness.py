@@ -1,6 +1,9 @@
 """The lm-eval adapter on local tasks, against log-likelihoods from one plain forward pass."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import kvjax
 from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io import convert
 from scripts.examples import tiny
 
 pytest.importorskip("lm_eval")
@@ -269,3 +273,51 @@ def test_a_local_task_runs(loaded, tmp_path, monkeypatch):
   right = [left > stayed for left, stayed in map(values, docs)]
   assert scores["local_choice"]["acc,none"] == pytest.approx(np.mean(right))
   assert scores["local_answer"]["exact_match,none"] == 0
+
+
+def test_it_is_a_model_of_the_registry(loaded, monkeypatch):
+  """Out of --model_args, as text or as JSON."""
+  from lm_eval.api.registry import get_model
+
+  from kvjax.programs import common
+  from kvjax.programs.evals import harness
+
+  monkeypatch.setattr(common, "load_model", lambda *_, **__: loaded)
+  made = get_model("kvjax")
+  assert made is harness.KVCacheLM
+  batch = {"batch_size": 2, "device": "cuda:0", "max_batch_size": None}
+  lm = made.create_from_arg_string("method=snapkv:window_size=4,budget=16,max_length=64", batch)
+  assert (lm.method, lm.batch) == (kvjax.SnapKV(budget=16, window_size=4), 2)
+  assert lm.max_length == 64
+  label = {"method": "snapkv:window_size=4,pool=3", "budget": 16}
+  found = made.create_from_arg_obj(label).method
+  assert found == kvjax.SnapKV(budget=16, window_size=4, pool=3)
+  for given, message in (
+    ({"method": "snapkw"}, r"method: found 'snapkw'.*did you mean 'snapkv'"),
+    ({"batch_size": "auto"}, "batch_size: found 'auto', expected an integer"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      made.create_from_arg_obj(given)
+
+
+@pytest.mark.slow
+def test_its_command_is_lm_evals(tmp_path):
+  """`--model kvjax` over a task of a file."""
+  docs, tasks = tmp_path / "docs.jsonl", tmp_path / "tasks"
+  docs.write_text("".join(json.dumps({"question": text}) + "\n" for text in TEXTS))
+  tasks.mkdir()
+  task = {"task": "local_answer", "dataset_path": "json", "test_split": "test"}
+  task |= {"dataset_kwargs": {"data_files": {"test": str(docs)}}, "doc_to_text": "{{question}}"}
+  task |= {"output_type": "generate_until", "doc_to_target": "x"}
+  task |= {"metric_list": [{"metric": "exact_match"}]}
+  task |= {"generation_kwargs": {"until": ["q"], "max_gen_toks": 8}}
+  (tasks / "local.yaml").write_text(json.dumps(task))  # YAML, too
+  folder = convert.convert(
+    tiny.huggingface_folder(tmp_path / "source"), tmp_path / "tiny", progress=False
+  )
+  command = [sys.executable, "-m", "kvjax.programs.evals.harness", "run", "--model", "kvjax"]
+  command += ["--model_args", f"pretrained={folder},method=streaming_llm,budget=16"]
+  command += ["--tasks", "local_answer", "--include_path", str(tasks), "--batch_size", "2"]
+  env = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+  done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+  assert done.returncode == 0 and "|local_answer|" in done.stdout, done.stderr[-2000:]

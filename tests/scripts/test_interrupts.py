@@ -1,8 +1,12 @@
 """Programs that are stopped in the middle leave whole files or none, and say so in one line."""
 
+import contextlib
+import http.client
+import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +28,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 stopped_by = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
-def stop(command, number, ready, **streams):
+def stop(command, number, ready, status=1, **streams):
   """Starts a program, sends it a signal once `ready()`; its standard error."""
   env = {**os.environ, "JAX_PLATFORMS": "cpu"}
   command = [sys.executable, "-c", HEED, *command]
@@ -41,7 +45,7 @@ def stop(command, number, ready, **streams):
     assert running, said
   finally:
     process.kill()
-  assert process.returncode == 1 and "Traceback" not in said
+  assert process.returncode == status and "Traceback" not in said, said
   assert said.splitlines()[-1].startswith("stopped"), said
   return said
 
@@ -106,3 +110,31 @@ def test_evaluate(tmp_path, number):
   done = subprocess.run([sys.executable, *command], **how)
   assert done.returncode == 0, done.stderr
   assert lines()[: len(before)] == before and len(lines()) == 24
+
+
+@pytest.mark.slow
+@stopped_by
+def test_serve(tmp_path, number):
+  """It ends as it should, though a client still reads; nothing listens any more."""
+  pytest.importorskip("uvicorn")
+  source = tiny.huggingface_folder(tmp_path / "source")
+  folder = convert.convert(source, tmp_path / "tiny", progress=False)
+  with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+  command = ["-m", "kvjax.programs.serve", "--checkpoint", str(folder), "--port", str(port)]
+  asked = json.dumps({"prompt": "a", "stream": True, "max_tokens": 500, "n": 16, "seed": 1})
+  links, said = [], []
+
+  def answers():
+    links.append(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+    with contextlib.suppress(ConnectionError):
+      links[-1].request("POST", "/v1/completions", asked, {"content-type": "application/json"})
+      said.append(links[-1].getresponse())
+      return said[0].read(5) == b"data:"
+
+  stop(command, number, answers, status=0)
+  assert b"the server was stopped before" in said[0].read()
+  with pytest.raises(ConnectionError):
+    socket.create_connection(("127.0.0.1", port))
+  for link in links:
+    link.close()

@@ -58,26 +58,40 @@ class Request(NamedTuple):
 
 
 def read(
-  told: dict[str, Any], chat: bool, tokenizer: Tokenizer, capacity: int, context: int
+  body: dict[str, Any],
+  tokenizer: Tokenizer,
+  template: dict[str, Any] | None,
+  *,
+  capacity: int,
+  most: int,
+  context: int,
 ) -> Request:
   """A request out of the values of its JSON that are not null.
 
   Args:
+    template: what the template of a chat reads besides its messages; None: it is no chat.
     capacity: tokens of a prompt and its answer, at most.
+    most: its jobs, at most.
     context: tokens of a prompt that are read before the others are scored; 0: requests have to say.
 
   Raises:
     ValueError: a field is missing or not possible, or asks for what there is not.
   """
-  prompts = [told.pop("prompt")] if chat else _prompts(told.pop("prompt", None), tokenizer)
+  told = {name: x for name, x in body.items() if name not in IGNORED}
+  chat = template is not None
+  if template is None:
+    prompts = _prompts(told.pop("prompt", None), tokenizer)
+  else:
+    prompts = [_chat_ids(told.pop("messages", None), tokenizer, template)]
   echo, stream = (_flag(name, told.pop(name, False)) for name in ("echo", "stream"))
-  _expect("echo", echo, not (echo and (chat or stream)), "false in chats and streams")
+  expect("echo", echo, not (echo and (chat or stream)), "false in chats and streams")
   n = asked.whole("n", told.pop("n", 1), 1)
+  expect("n", n, n * len(prompts) <= most, f"at most {most} answers of all prompts (--queue)")
   limits = _limits(told, [len(ids) for ids in prompts], capacity, chat, 0 if echo else 1)
   stop = told.pop("stop", [])
   stop = [stop] if isinstance(stop, str) else stop
   texts = isinstance(stop, list) and all(isinstance(text, str) for text in stop)
-  _expect("stop", stop, texts, "a text, or a list of texts")
+  expect("stop", stop, texts, "a text, or a list of texts")
   told.setdefault("temperature", 1.0)
   sampling = asked.sampling(told)
   how = {"stop_strings": [*filter(None, stop)], "stop": tokenizer.ends, "sampling": sampling}
@@ -89,11 +103,11 @@ def read(
     given = 0 if _flag("logprobs", given or False) else None
   elif given is not None:
     found, most = asked.whole("logprobs", given, 0), int(sampling.greedy)
-    _expect("logprobs", found, found <= most, f"at most {most}; 1 with temperature 0 only")
-  logprobs, pairs = given is not None, None
-  if echo and logprobs:
-    pairs = _pairs(prompts, told.pop("context_tokens", context))
-  usage = "include_usage" in told.pop("stream_options", ())
+    expect("logprobs", found, found <= most, f"at most {most}; 1 with temperature 0 only")
+  logprobs, cuts = given is not None, told.pop("context_tokens", context)
+  pairs = _pairs(prompts, cuts) if echo and logprobs else None
+  options = told.pop("stream_options", {})
+  expect("stream_options", options, isinstance(options, dict), "an object")
   asked.check_neutral(told, {**NEUTRAL, "best_of": (n,), "top_logprobs": (0,)}, KNOWN)
   submits = [
     {"prompt": ids, "limit": limit, "seed": seed, **how}
@@ -101,7 +115,9 @@ def read(
     for seed in seeds
     if limit
   ]
-  return Request(chat, prompts, submits, pairs, n, echo, logprobs, stream, usage)
+  return Request(
+    chat, prompts, submits, pairs, n, echo, logprobs, stream, bool(options.get("include_usage"))
+  )
 
 
 def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -110,20 +126,14 @@ def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
   return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
 
-def chat_ids(messages: Any, tokenizer: Tokenizer, template: dict[str, Any]) -> list[int]:
-  """The tokens of a chat; `template` has what its template reads besides."""
-  listed = isinstance(messages, list) and len(messages) > 0
-  _expect("messages", messages, listed, "a list of messages")
-  return tokenizer.chat(messages, **template)
-
-
-def _expect(name: str, found: Any, right: bool, expected: str) -> None:
+def expect(name: str, found: Any, right: bool, expected: str) -> None:
+  """Raises ValueError unless it is right."""
   if not right:
     raise ValueError(f"{name}: found {reprlib.repr(found)}, expected {expected}")
 
 
 def _flag(name: str, found: Any) -> bool:
-  _expect(name, found, isinstance(found, bool), "true or false")
+  expect(name, found, isinstance(found, bool), "true or false")
   return found
 
 
@@ -134,8 +144,14 @@ def _prompts(given: Any, tokenizer: Tokenizer) -> list[list[int]]:
   size = tokenizer.rows or tokenizer.size
   for ids in prompts:
     right = isinstance(ids, list) and all(type(x) is int and 0 <= x < size for x in ids) and ids
-    _expect("prompt", given, bool(right), f"a text, ids in [0, {size}), or a list of either")
+    expect("prompt", given, bool(right), f"a text, ids in [0, {size}), or a list of either")
   return prompts
+
+
+def _chat_ids(messages: Any, tokenizer: Tokenizer, template: dict[str, Any]) -> list[int]:
+  listed = isinstance(messages, list) and len(messages) > 0
+  expect("messages", messages, listed, "a list of messages")
+  return tokenizer.chat(messages, **template)
 
 
 def _limits(
@@ -149,7 +165,7 @@ def _limits(
     limits = [asked.whole(name, given, least)] * len(sizes)
   for limit, size in zip(limits, sizes, strict=True):
     together = f"at most {capacity} with the prompt's {size} tokens (--capacity)"
-    _expect(name, limit, limit + size <= capacity, together)
+    expect(name, limit, limit + size <= capacity, together)
   return limits
 
 
@@ -158,7 +174,7 @@ def _pairs(prompts: list[list[int]], given: Any) -> list[Pair]:
   cuts = given if isinstance(given, list) else [given] * len(prompts)
   right = len(cuts) == len(prompts) and all(type(x) is int and x >= 1 for x in cuts)
   what = "tokens of each prompt, at least 1, that are read before the others are scored"
-  _expect("context_tokens", given, right, f"{what} (or --context-tokens)")
+  expect("context_tokens", given, right, f"{what} (or --context-tokens)")
   return [(ids[:cut], ids[cut:]) for ids, cut in zip(prompts, cuts, strict=True)]
 
 

@@ -6,7 +6,8 @@
 Clients find it at http://127.0.0.1:8000/v1 with any key: /models, /completions, /chat/completions.
 An answer is the one that its request gets alone. What would change it and is not there, such as
 tools, penalties or a response_format, is refused. Nobody is asked who they are, prompts are read
-one by one, and memory for rows × capacity tokens is held: to serve users, take vLLM.
+one by one, and memory for rows × capacity tokens is held, twice while prompts are scored: in
+production, take vLLM.
 
 With echo and logprobs a prompt is scored as the method decodes it: the request's "context_tokens"
 are read first, and each token after them is predicted from the cache that the method keeps.
@@ -42,6 +43,8 @@ from kvjax.programs.openai_format import Request
 
 SCORES = -1  # number of the job that scores the prompts
 HERE = ["127.0.0.1", "localhost"]  # names of this machine, which others do not reach
+REFUSED = ValueError, HTTPException, requests.ClientDisconnect  # errors that are told as JSON
+GRACE_SECONDS = 5  # until a server that was stopped waits for no request any more
 POLL_SECONDS = 0.2  # between two looks whether a client is still there, and the server
 
 
@@ -84,10 +87,11 @@ class Service:
   """The API over an engine; `app` is its ASGI application."""
 
   def __init__(self, engine: Engine, tokenizer: Tokenizer, capacity: int, args: Args):
-    self.engine, self.tokenizer, self.capacity, self.args = engine, tokenizer, capacity, args
+    self.engine, self.tokenizer, self.args = engine, tokenizer, args
     self.name = "SmolLM2-135M-Instruct" if args.checkpoint is None else args.checkpoint.name
     self.template = common.template_arguments(args.template_args)
-    self.context = args.context_tokens or int(engine.method.traits.order_independent)
+    context = args.context_tokens or int(engine.method.traits.order_independent)
+    self.limits = {"capacity": capacity, "most": args.rows + args.queue, "context": context}
     self.open = 0  # jobs that have not ended
     self.stopped: Callable[[], bool] = lambda: False
     routes: dict[str, Callable[..., Any]] = {
@@ -104,12 +108,12 @@ class Service:
       middleware=[
         Middleware(TrustedHostMiddleware, allowed_hosts=HERE if args.host in HERE else ["*"])
       ],
-      exception_handlers={ValueError: _refused, HTTPException: _refused},
+      exception_handlers=dict.fromkeys(REFUSED, _refused),
     )
 
   async def _models(self, request: requests.Request) -> responses.Response:
     model = {"id": self.name, "object": "model", "created": 0, "owned_by": "kvjax"}
-    model |= {"method": repr(self.engine.method), "max_model_len": self.capacity}
+    model |= {"method": repr(self.engine.method), "max_model_len": self.limits["capacity"]}
     return responses.JSONResponse({"object": "list", "data": [model]})
 
   # As vLLM's: lm-evaluation-harness asks these two where it has no tokenizer of the model.
@@ -119,21 +123,18 @@ class Service:
 
   async def _tokenize(self, request: requests.Request) -> responses.Response:
     body = await self._body(request)
-    alone = body.get("add_special_tokens") is False
-    text = str(body.get("prompt", ""))
-    ids = self.tokenizer.encode(text, bos=False)
-    ids = ids if alone else openai_format.text_ids(text, self.tokenizer)
+    text, alone = body.get("prompt"), body.get("add_special_tokens") is False
+    openai_format.expect("prompt", text, isinstance(text, str), "a text")
+    known = self.tokenizer
+    ids = known.encode(text, bos=False) if alone else openai_format.text_ids(text, known)
     return responses.JSONResponse({"tokens": ids, "count": len(ids)})
 
   async def _answer(self, chat: bool, request: requests.Request) -> responses.Response:
     body = await self._body(request)
     if (name := body.get("model", self.name)) != self.name:
       raise HTTPException(404, f"model: found {name!r}, expected {self.name!r}")
-    told = {key: x for key, x in body.items() if key not in openai_format.IGNORED}
-    if chat:
-      messages = told.pop("messages", None)
-      told["prompt"] = openai_format.chat_ids(messages, self.tokenizer, self.template)
-    asked = openai_format.read(told, chat, self.tokenizer, self.capacity, self.context)
+    template = self.template if chat else None
+    asked = openai_format.read(body, self.tokenizer, template, **self.limits)
     kind = "chat.completion" if chat else "text_completion"
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     head |= {"model": self.name, "system_fingerprint": f"{kvjax.__version__} {self.engine.method}"}
@@ -154,13 +155,10 @@ class Service:
   def _started(self, asked: Request) -> tuple[list[Tell], asyncio.Queue]:
     """The jobs of a request, and where their events come in; refused if too many are open."""
     jobs, inbox, loop = [], asyncio.Queue(), asyncio.get_running_loop()
-    count, most = len(asked.submits) + (asked.pairs is not None), self.args.rows + self.args.queue
-    if count > most:
-      raise ValueError(f"n: found {count} answers, expected at most {most} (--queue)")
-    if self.open + count > most:
-      later = {"retry-after": "1"}
-      raise HTTPException(429, f"queue: found {self.open} of {most} answers (--queue)", later)
-    self.open += count
+    if self.open + len(asked.submits) > self.limits["most"]:
+      found = f"queue: found {self.open} of {self.limits['most']} answers (--queue)"
+      raise HTTPException(429, found, {"retry-after": "1"})
+    self.open += len(asked.submits) + (asked.pairs is not None)
 
     def told(number: int, event: Event) -> None:
       self.open -= not isinstance(event, str)
@@ -191,10 +189,10 @@ class Service:
         error = event.error if isinstance(event, Answer) else event
         if isinstance(error, ValueError):
           raise error
+        if isinstance(error, InterruptedError) or getattr(event, "end", None) == "cancelled":
+          raise HTTPException(503, "the server was stopped before the answer ended")
         if isinstance(error, Exception):
           raise HTTPException(500, f"{type(error).__name__}: {error}")
-        if isinstance(event, Answer) and event.end == "cancelled":
-          raise HTTPException(503, "the server was stopped before the answer ended")
         left -= not isinstance(event, str)
         yield number, event
     finally:
@@ -275,8 +273,9 @@ def server(args: Args) -> tuple[uvicorn.Server, Engine]:
   sizes = {"rows": args.rows, "capacity": capacity, "chunk": args.prefill_chunk}
   engine = Engine(model, tokenizer, method, **sizes)
   service = Service(engine, tokenizer, capacity, args)
-  config = uvicorn.Config(service.app, args.host, args.port, lifespan="off", access_log=False)
-  made = uvicorn.Server(config)
+  how: dict[str, Any] = {"host": args.host, "port": args.port, "lifespan": "off"}
+  how |= {"access_log": False, "timeout_graceful_shutdown": GRACE_SECONDS}
+  made = uvicorn.Server(uvicorn.Config(service.app, **how))
   service.stopped = lambda: made.should_exit
   return made, engine
 

@@ -134,15 +134,20 @@ def test_an_unknown_command_is_refused_with_those_there_are():
   assert all(f"'{name}'" in done.stderr for name in ("nonsense", *commands.MODULES))
 
 
-def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys):
-  monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-  monkeypatch.delitem(sys.modules, "kvjax.programs.plot", raising=False)
-  monkeypatch.setattr(sys, "argv", ["kvjax", "plot", "results"])
+@pytest.mark.parametrize(
+  ("command", "lacks", "extra"),
+  [("plot results", "matplotlib.figure", "eval"), ("serve", "starlette", "serve")],
+)
+def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys, command, lacks, extra):
+  name, *given = command.split()
+  monkeypatch.setitem(sys.modules, lacks, None)
+  monkeypatch.delitem(sys.modules, f"kvjax.programs.{name}", raising=False)
+  monkeypatch.setattr(sys, "argv", ["kvjax", name, *given])
   with pytest.raises(SystemExit) as end:
     commands.main()
   assert end.value.code == 1
   (line,) = capsys.readouterr().err.splitlines()
-  assert "matplotlib.figure" in line and "pip install 'kvjax[eval]'" in line
+  assert lacks in line and f"pip install 'kvjax[{extra}]'" in line
 
 
 def test_the_bare_program_prints_its_help():

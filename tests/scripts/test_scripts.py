@@ -49,6 +49,7 @@ PROGRAMS = {
 ARGUMENTS = {
   "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
   "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
+  "serve": ("--method", "--rows", "--capacity", "--queue", "--host", "--port"),
   "convert_checkpoint": ("SOURCE", "DEST"),
   "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),

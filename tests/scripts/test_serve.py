@@ -168,7 +168,7 @@ REFUSED = [  # a request, its status, the field it names, and what is said of it
   ({"prompt": ["a", 3]}, "prompt: found ['a', 3], expected a text"),
   ({"prompt": [[1], [999]]}, "prompt: found [[1], [999]], expected a text"),
   ({"n": 0}, "n: found 0, expected at least 1"),
-  ({"n": 9}, "n: found 9 answers, expected at most 4"),
+  ({"n": 9}, "n: found 9, expected at most 4 answers of all prompts"),
   ({"best_of": 3}, "best_of: found 3, expected 1"),
   ({"logprobs": 5}, "logprobs: found 5, expected at most 1"),
   ({"logprobs": 1, "temperature": 1}, "logprobs: found 1, expected at most 0"),
@@ -181,6 +181,8 @@ REFUSED = [  # a request, its status, the field it names, and what is said of it
   ({"stream": "yes"}, "stream: found 'yes', expected true or false"),
   ({"stream": True, "echo": True}, "echo: found True, expected false in chats and streams"),
   ({"echo": True, "logprobs": 0, "context_tokens": 0}, "context_tokens: found 0, expected tokens"),
+  ({"stream_options": 3}, "stream_options: found 3, expected an object"),
+  ({"n": 10**12}, "n: found 1000000000000, expected at most 4"),
   ({"extra": 1}, "extra: found 1, expected only model, prompt"),
   ({"model": "other"}, "model: found 'other', expected 'SmolLM2"),
   ({"prompt": "x" * 6000}, "body: found more, expected at most 5000 bytes"),
@@ -207,6 +209,7 @@ def test_what_cannot_be_answered_is_refused(served, given, message):
   [
     ({"messages": []}, "messages: found"),
     ({"messages": [{"role": "user"}]}, "messages: found"),
+    ({"prompt": "Who?"}, "prompt: found 'Who?', expected only"),
     ({"tools": [{"type": "function"}]}, "tools: found"),
     ({"response_format": {"type": "json_object"}}, "response_format: found"),
     ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: found 2, expected 0"),
@@ -214,7 +217,7 @@ def test_what_cannot_be_answered_is_refused(served, given, message):
 )
 def test_chats_that_are_refused(served, given, message):
   with pytest.raises(openai.BadRequestError) as found:
-    served.chat(**given)
+    served.chat(extra_body=given)
   assert found.value.body["message"].startswith(message)
 
 
@@ -292,6 +295,32 @@ def test_a_full_queue_is_said(served, slowly):
   assert found.value.response.headers["retry-after"] == "1"
   link.close()
   until(lambda: served.engine.batcher.free == 2)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_server_that_is_stopped_says_so(monkeypatch, scores):
+  """To whoever waits for an answer, or for the scores of a prompt."""
+  asked = {"prompt": "Who? " * 20, "max_tokens": 0 if scores else 20}
+  asked |= {"echo": True, "logprobs": 0} if scores else {}
+  begun = threading.Event()
+
+  def slowly(function):
+    def call(*given, **how):
+      begun.set()
+      time.sleep(0.3)
+      return function(*given, **how)
+
+    return call
+
+  with running() as served:
+    engine = served.engine
+    monkeypatch.setattr(engine, "_score_piece", slowly(engine._score_piece))
+    monkeypatch.setattr(engine.batcher, "step", slowly(engine.batcher.step))
+    link = posted(served, json.dumps(asked))
+    assert begun.wait(20)
+    served.server.should_exit = True
+    answer = link.getresponse()
+    assert answer.status == 503 and b"the server was stopped" in answer.read()
 
 
 def test_a_device_that_fails_is_said(monkeypatch):

@@ -81,6 +81,36 @@ def cards(results: Results) -> Part:
 gate = cells.cases(
   "gate", "", ("a step, 8B's shape", own()), ("× all bytes", over_bytes()), card=H100
 )
+# Whole steps of many rows on the H100.
+live = cells.cases(
+  "live",
+  {
+    f"{name}, B{rows}": f"{name} B{rows}"
+    for name, most in (
+      ("Full", 64),
+      ("Quest, 1,024 tokens", 64),
+      ("int8", 128),
+      ("SnapKV, 1,024 slots", 256),
+      ("LongFlow, 1,024 slots", 256),
+    )
+    for rows in (64, 128, 256)
+    if rows <= most
+  },
+  ("a step, 8B's shape, T4K", own()),
+  ("× all bytes", over_bytes()),
+  card=H100,
+)
+# Requests of unequal answers, on the H100.
+batcher = cells.cases(
+  "batcher",
+  "",
+  ("live batch", own("Batcher")),
+  ("batches that wait", median("waiting")),
+  ("live over waiting", longer("Batcher", "waiting")),
+  ("tokens a second over a full batch's", said(r"([\d.]+) of the tokens")),
+  label=lambda name: name.partition(" ")[0],
+  card=H100,
+)
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
 cuts = cells.cases(
   "cuts",

@@ -1,10 +1,10 @@
 """Checkpoints: from a published model to a folder of items, and from there into a decoder.
 
-A checkpoint folder holds config.json, the tokenizer's files, and under `items` a safetensors file
-for each layer beside "embedding" and "final". Items are written one at a time as the source is
-read; the whole model is never in memory (peak: two layers, the embedding, and what the libraries
-take). The folder is written aside and renamed last: an interrupted conversion leaves no checkpoint,
-and can be run again.
+A checkpoint folder holds config.json, the tokenizer's files, and under `items` a safetensors file,
+or a folder of Orbax's, for each layer beside "embedding" and "final". Items are written one at a
+time as the source is read; the whole model is never in memory (peak: two layers, the embedding, and
+what the libraries take). The folder is written aside and renamed last: an interrupted conversion
+leaves no checkpoint, and can be run again.
 
 Arrays keep the precision of the source: float32, float16 and bfloat16 as they are, quantised blocks
 as bfloat16; or all matrices get a dtype.
@@ -61,6 +61,7 @@ def convert(
   *,
   max_context: int | None = None,
   dtype: str | None = None,
+  to: str = "safetensors",
   progress: bool = True,
 ) -> pathlib.Path:
   """Converts a published model into a checkpoint folder.
@@ -78,6 +79,7 @@ def convert(
     dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. None: as
       the source has them, quantised blocks as bfloat16; "float32" keeps every bit of these, in
       twice the bytes.
+    to: "safetensors", or "orbax", whose chunks several devices or hosts read each for itself.
     progress: show a bar on stderr.
 
   Returns:
@@ -86,9 +88,9 @@ def convert(
   Raises:
     FileNotFoundError: there is no such source, or a shard of it is missing.
     FileExistsError: `dest` exists.
-    ValueError: `dtype` is another one or too narrow for a number, the source is truncated or
-      damaged, tensors are missing or of the wrong shape, the tokenizer belongs to another model, or
-      there are only pickled weights.
+    ValueError: `dtype` or `to` is another one, `dtype` too narrow for a number, the source is
+      truncated or damaged, tensors are missing or of the wrong shape, the tokenizer belongs to
+      another model, or there are only pickled weights.
     NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
     OSError: the download failed, or `dest` cannot be written: the message says why.
   """
@@ -97,6 +99,8 @@ def convert(
     raise FileExistsError(f"{dest}: exists already, expected a folder to be made")
   if dtype not in (None, *DTYPES):
     raise ValueError(f"dtype: found {dtype!r}, expected one of {', '.join(DTYPES)}, or None")
+  if to not in items.KINDS:
+    raise ValueError(f"to: found {to!r}, expected one of {', '.join(items.KINDS)}")
   reader = open_source(source, max_context=max_context)
   reader.dtype = dtype
   tokenizer = reader.tokenizer()
@@ -118,12 +122,13 @@ def convert(
       item = reader.item(name)
       for x in jax.tree.leaves(item):
         stored[x.dtype.name] += x.nbytes
-      items.save(_file(folder, name), item)
+      items.save(_file(folder, name, to), item)
     with files.written(folder / "tokenizer.json"):
       tokenizer.save(folder)
     description = {
       "format": FORMAT,
       "version": VERSION,
+      "items": to,
       "bytes": dict(stored),
       "model": reader.config.to_json(),
     }
@@ -186,11 +191,11 @@ def load(
     ValueError, NotImplementedError, OSError: of `checkpoint`.
   """
   path = checkpoint(path).absolute()
-  config = read_config(path)
-  there = sum(1 for _ in (path / "items").glob("*.safetensors"))
+  config, kind = read_config(path), _kind(path)
+  there = sum(1 for _ in (path / "items").glob(f"*.{kind}"))
   if config.layers > there:  # before so many are made room for
     raise FileNotFoundError(
-      f"{path / 'items'}: found {there} files, expected {config.layers} layers and 2 more"
+      f"{path / 'items'}: found {there} of {kind}, expected {config.layers} layers and 2 more"
     )
   for file in sorted(path.glob("*.json")):
     files.check_begin(file)
@@ -213,7 +218,7 @@ def load(
   ]
   wanted = nnx.to_pure_dict(jax.tree.unflatten(tree, placed))
   for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
-    item = items.load(_file(path, name), _part(wanted, name))
+    item = items.load(_file(path, name, kind), _part(wanted, name))
     if name.startswith("layer_"):
       wanted["layers"][int(name.removeprefix("layer_"))] = item
     else:
@@ -279,6 +284,16 @@ def stored_bytes(path: str | os.PathLike[str]) -> dict[str, int]:
   return sizes
 
 
+def _kind(path: pathlib.Path) -> str:
+  """Kind of a checkpoint's items; folders of before have safetensors, and do not say so."""
+  kind = _description(path).get("items", items.KINDS[0])
+  if kind not in items.KINDS:
+    raise ValueError(
+      f"{path / 'config.json'}: items: found {kind!r}, expected one of {', '.join(items.KINDS)}"
+    )
+  return kind
+
+
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
   """True if a folder is a checkpoint of this version."""
   try:
@@ -293,9 +308,9 @@ def item_names(config: ModelConfig) -> list[str]:
   return ["embedding", *(f"layer_{i:03d}" for i in range(config.layers)), "final"]
 
 
-def _file(folder: pathlib.Path, name: str) -> pathlib.Path:
-  """File in which a checkpoint holds an item."""
-  return folder / "items" / f"{name}.safetensors"
+def _file(folder: pathlib.Path, name: str, kind: str) -> pathlib.Path:
+  """File or folder in which a checkpoint holds an item."""
+  return folder / "items" / f"{name}.{kind}"
 
 
 def _part(wanted: dict[str, Any], name: str) -> Item:

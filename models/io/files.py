@@ -146,6 +146,23 @@ def written(path: pathlib.Path) -> Iterator[None]:
     ) from error
 
 
+@contextlib.contextmanager
+def whole(path: pathlib.Path, expected: str) -> Iterator[None]:
+  """Says of whatever a damaged file or folder makes its readers raise that it is damaged.
+
+  Raises:
+    ValueError: in one line, which says what was `expected`.
+  """
+  try:
+    yield
+  except MemoryError:
+    raise
+  except Exception as error:  # libraries raise kinds of their own
+    said = (str(error).strip().splitlines() or [""])[0]
+    found = f"{type(error).__name__}: {said[:500]}".rstrip(": ")
+    raise ValueError(f"{path}: found {found}, expected {expected}") from error
+
+
 def numbered(number: int | None, message: str) -> OSError:
   """An error of the system that says the message alone."""
   error = OSError(message)

@@ -1,11 +1,13 @@
-"""Items of a checkpoint: the arrays of a layer, or of the embedding, in one safetensors file.
+"""Items of a checkpoint: the arrays of a layer, or of the embedding.
 
-A file is read piece by piece, each cast to the dtype of the model as it comes: beside the model's
-own memory there is a piece, whatever the model's size.
+An item is a safetensors file, or a folder of Orbax's, by its suffix. A file is read piece by piece,
+each cast to the dtype of the model as it comes: beside the model's own memory there is a piece,
+whatever the model's size.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import pathlib
 from typing import Any
@@ -14,15 +16,20 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from kvjax.models.io import files
+from kvjax.models.io import files, orbax
 from kvjax.models.io.source import Item
+from kvjax.models.nn import parallel
 
+KINDS = ("safetensors", "orbax")  # suffixes of items
 _PIECE = 1 << 20  # numbers that are read together
 
 
 def save(path: pathlib.Path, item: Item) -> None:
   """Writes an item; its arrays are named by their place in it, "attention.wqkv" say."""
   arrays = {name: np.ascontiguousarray(x) for name, x in _named(item).items()}
+  if path.suffix == ".orbax":
+    orbax.save(path, arrays, {name: _heads(name) for name in arrays})
+    return
   with files.written(path):
     safetensors.numpy.save_file(arrays, path)
 
@@ -39,9 +46,12 @@ def load(path: pathlib.Path, target: Item) -> Item:
     FileNotFoundError: there is no such file.
     ValueError: it is damaged, or its arrays are others.
   """
+  wanted, tree = _named(target), jax.tree.structure(target)
+  if path.suffix == ".orbax":
+    read = orbax.load(path, wanted)
+    return jax.tree.unflatten(tree, [read[name] for name in wanted])
   if not path.is_file():
     raise FileNotFoundError(f"{path}: not found, expected an item of the checkpoint")
-  wanted = _named(target)
   with files.safetensors_opened(path) as file:
     parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     found = {name: tuple(part.get_shape()) for name, part in parts.items()}
@@ -52,7 +62,13 @@ def load(path: pathlib.Path, target: Item) -> Item:
     if not set(kinds.values()) <= set(files.FLOATS):
       raise ValueError(f"{path}: found arrays of {kinds}, expected {', '.join(files.FLOATS)}")
     arrays = [_placed(parts[name], x) for name, x in wanted.items()]
-  return jax.tree.unflatten(jax.tree.structure(target), arrays)
+  return jax.tree.unflatten(tree, arrays)
+
+
+def _heads(name: str) -> tuple[int, ...]:
+  """Axes of key/value heads: each is written apart, so that a device reads its own alone."""
+  axes = parallel.AXES.get(name.rpartition(".")[2], ())
+  return tuple(i for i, axis in enumerate(axes) if axis == "kv_heads")
 
 
 def _named(item: Item) -> dict[str, Any]:
@@ -63,16 +79,21 @@ def _named(item: Item) -> dict[str, Any]:
 
 def _placed(part: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
   """An array of a file in the wanted dtype, where it is wanted."""
+  read = functools.partial(_read, part, want)
   if want.sharding is not None:
-    return jax.make_array_from_callback(
-      want.shape, want.sharding, lambda index: part[index].astype(want.dtype)
-    )
-  out = _buffer(want.shape, want.dtype)
+    return jax.make_array_from_callback(want.shape, want.sharding, read)
+  return jax.device_put(read((slice(None),) * len(want.shape)))
+
+
+def _read(part: Any, want: jax.ShapeDtypeStruct, index: tuple[slice, ...]) -> np.ndarray:
+  """A part of an array, piece by piece in the wanted dtype."""
+  (first, *rest) = [range(*at.indices(n)) for at, n in zip(index, want.shape, strict=True)]
+  out = _buffer((len(first), *map(len, rest)), want.dtype)
   step = max(1, _PIECE * len(out) // max(1, out.size))
   for i in range(0, len(out), step):
     end = min(i + step, len(out))
-    out[i:end] = part[i:end]
-  return jax.device_put(out)
+    out[i:end] = part[(slice(first[i], first[end - 1] + 1), *index[1:])]
+  return out
 
 
 def _buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -4,6 +4,7 @@
     kvjax convert /models/Llama-3.2-1B llama --dtype bfloat16
     kvjax convert model.Q4_0.gguf small
     kvjax convert model-00001-of-00003.gguf large
+    kvjax convert /models/Llama-3.3-70B llama --to orbax
 
 Llama, Mistral, Qwen 2 and 3, Phi-3 and 4, GLM-4, Gemma 2 and 3 (text) and gpt-oss models convert.
 float32, float16 and bfloat16 are stored unchanged; quantised blocks become bfloat16, or exact
@@ -35,11 +36,15 @@ class Args:
   that is no shorter see all of it."""
   dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
   """Type of all matrices; by default as in the source, quantised blocks as bfloat16."""
+  to: Literal["safetensors", "orbax"] = "safetensors"
+  """Form of the weights: a safetensors file a layer, or a folder of Orbax's, of which several
+  devices or hosts read each its part."""
 
 
 def main(args: Args) -> None:
   common.check_numbers(args, max_context=1)
-  folder = convert.convert(args.source, args.dest, max_context=args.max_context, dtype=args.dtype)
+  how = {"max_context": args.max_context, "dtype": args.dtype, "to": args.to}
+  folder = convert.convert(args.source, args.dest, **how)
   config = convert.read_config(folder)
   weights = _weights(convert.stored_bytes(folder))
   print(

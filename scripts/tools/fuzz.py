@@ -4,12 +4,13 @@
     python -m scripts.tools.fuzz --count 300          a look
 
 Files of a tiny model (GGUF, whole and in parts; safetensors in shards, their index, config.json and
-tokenizer files of a Hugging Face folder; config, tokenizer and a layer of a checkpoint) are changed
-at random: bits, bytes, pieces and sizes, JSON values and keys, values nested without end. A worker
-process then opens the source as `kvjax.models.io.convert` does, reads every tensor, and encodes a
-text. What counts as a failure: another error than the documented ones, a message that does not name
-the file, the end of the process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a
-shard from outside of the folder.
+tokenizer files of a Hugging Face folder; config, tokenizer and a layer of a checkpoint, as a file
+and as a folder of Orbax's) are changed at random: bits, bytes, pieces and sizes, JSON values and
+keys, values nested without end. A worker process then opens the source as
+`kvjax.models.io.convert` does, reads every tensor, and encodes a text. What counts as a failure:
+another error than the documented ones, a message that does not name the file, the end of the
+process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a shard from outside of the
+folder.
 """
 
 import contextlib
@@ -38,14 +39,17 @@ from kvjax.programs import common, console
 
 SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
 MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of the time was writing
-READERS = ("gguf", "jinja2", "numpy", "safetensors", "tokenizers")
+READERS = ("gguf", "jinja2", "numpy", "orbax-checkpoint", "safetensors", "tokenizers")
 KINDS = (
   *("gguf", "gguf part", "gguf structure"),
   *("safetensors", "safetensors header", "index", "config", "tokenizer"),
   *("config, experts", "config, windows", "config, long"),
   *("tokenizer config", "checkpoint layer"),
+  *("orbax metadata", "orbax manifest", "orbax tree", "orbax arrays"),
   *("checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
 )
+BINARY = ("gguf", "gguf part", "safetensors", "checkpoint layer")
+BINARY += ("orbax manifest", "orbax tree", "orbax arrays")
 DOCUMENTED = (ValueError, NotImplementedError, FileNotFoundError)
 NUMBERS = (0, 1, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 VALUES: tuple[Any, ...] = (
@@ -86,18 +90,24 @@ def originals(folder: pathlib.Path) -> None:
   tiny_hf.write(folder / "hf", tiny_hf.config("llama"), shards=2)
   for family, case in FAMILIES.items():
     tiny_hf.write(folder / family, tiny_hf.CASES[case])
-  convert.convert(folder / "gguf" / "tiny.gguf", folder / "made", progress=False)
+  for made, to in (("made", "safetensors"), ("orbax", "orbax")):
+    convert.convert(folder / "gguf" / "tiny.gguf", folder / made, to=to, progress=False)
   tiny_gguf.write(folder / "gguf" / "m.gguf", split_max_tensors=12)
   for path in (folder / "made" / "items").iterdir():
     if path.name != "layer_001.safetensors":
       path.unlink()
   shutil.copy(folder / TARGETS["checkpoint layer"], folder / "layer")
-  load_layer(folder)  # what JAX allocates once is not the file's doing
+  for kind in (
+    "checkpoint layer",
+    "orbax arrays",
+  ):  # what JAX allocates once is not the file's doing
+    load_layer(folder, kind)
   (folder / "outside").mkdir()
   shutil.copy(next((folder / "hf").glob("*.safetensors")), folder / "outside/canary.safetensors")
 
 
 FAMILIES = {"experts": "gpt-oss", "windows": "gemma3-parameters", "long": "phi-long"}
+ORBAX = "orbax/items/layer_001.orbax"
 TARGETS = {
   "gguf": "gguf/tiny.gguf",
   "gguf part": "gguf/m-00002-of-00003.gguf",
@@ -110,10 +120,19 @@ TARGETS = {
   "tokenizer": "hf/tokenizer.json",
   "tokenizer config": "hf/tokenizer_config.json",
   "checkpoint layer": "made/items/layer_001.safetensors",
+  "orbax metadata": f"{ORBAX}/_METADATA",
+  "orbax manifest": f"{ORBAX}/manifest.ocdbt",
+  "orbax tree": f"{ORBAX}/d/*",
+  "orbax arrays": f"{ORBAX}/ocdbt.process_0/d/*",
   "checkpoint config": "made/config.json",
   "checkpoint tokenizer": "made/tokenizer.json",
   "checkpoint tokenizer config": "made/tokenizer_config.json",
 }
+
+
+def target(folder: pathlib.Path, kind: str) -> pathlib.Path:
+  """The file of a kind; of several, which Orbax names, the largest."""
+  return max(folder.glob(TARGETS[kind]), key=lambda path: path.stat().st_size)
 
 
 def damaged(kind: str, whole: bytes, rng: random.Random) -> bytes:
@@ -129,7 +148,7 @@ def damaged(kind: str, whole: bytes, rng: random.Random) -> bytes:
   if "config" in kind and rng.random() < 0.02:
     depth = rng.choice((60, 900, 100_000))
     return b'{"a":' * depth + b"1" + b"}" * depth
-  if kind in ("gguf", "gguf part", "safetensors", "checkpoint layer") or rng.random() < 0.2:
+  if kind in BINARY or rng.random() < 0.2:
     for _ in range(times):
       whole = change_bytes(whole, rng)
     return whole
@@ -230,15 +249,15 @@ def read(kind: str, folder: pathlib.Path) -> None:
   from kvjax.models.io import convert
   from kvjax.models.io.tokenizer import Tokenizer
 
-  if kind == "checkpoint layer":
-    load_layer(folder)
+  if kind == "checkpoint layer" or kind.startswith("orbax"):
+    load_layer(folder, kind)
     return
   if kind.startswith("checkpoint"):
     convert.read_config(folder / "made")
     use(Tokenizer.load(folder / "made"))
     return
-  target = folder / TARGETS.get(kind, "hf/config.json")
-  source = convert.open_source(target if kind.startswith("gguf") else target.parent)
+  path = folder / TARGETS.get(kind, "hf/config.json")
+  source = convert.open_source(path if kind.startswith("gguf") else path.parent)
   use(source.tokenizer())
   for name in convert.item_names(source.config):
     source.item(name)
@@ -249,7 +268,7 @@ def read(kind: str, folder: pathlib.Path) -> None:
         raise Failure(f"read a shard from {file!r}")
 
 
-def load_layer(folder: pathlib.Path) -> None:
+def load_layer(folder: pathlib.Path, kind: str) -> None:
   """Reads a checkpoint's layer, whose arrays are known from a copy."""
   import jax
   import safetensors.numpy
@@ -257,8 +276,8 @@ def load_layer(folder: pathlib.Path) -> None:
   from kvjax.models.io import items
 
   whole = safetensors.numpy.load_file(folder / "layer")
-  target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
-  items.load(folder / TARGETS["checkpoint layer"], target)
+  wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
+  items.load(folder / (ORBAX if kind.startswith("orbax") else TARGETS[kind]), wanted)
 
 
 def use(tokenizer: Any) -> None:
@@ -299,14 +318,15 @@ def work(first: int, stop: int, pipe: Any) -> None:
   with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
     folder = pathlib.Path(name).resolve()
     originals(folder)
-    whole = {kind: (folder / path).read_bytes() for kind, path in TARGETS.items()}
+    paths = {kind: target(folder, kind) for kind in TARGETS}
+    whole = {kind: path.read_bytes() for kind, path in paths.items()}
     held = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + GROWTH, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, _too_long)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # panics are printed before they are raised
     for number in range(first, stop):
       kind = KINDS[number % len(KINDS)]
-      path = folder / TARGETS[kind]
+      path = paths[kind]
       pipe.send((number, kind, None))
       path.write_bytes(damaged(kind, whole[kind], random.Random(number)))
       signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of this process: others may be busy

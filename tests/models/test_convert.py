@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.models.io import convert
+from kvjax.models.io import convert, items
 from kvjax.models.io.families import rotary_order
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
@@ -264,8 +264,9 @@ def test_no_such_file(tmp_path):
 # ---- written aside, renamed last
 
 
+@pytest.mark.parametrize("to", items.KINDS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monkeypatch, error):
+def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monkeypatch, error, to):
   dest = tmp_path / "model"
   read = convert.GGUF.item
 
@@ -278,9 +279,9 @@ def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monke
   with monkeypatch.context() as patch:
     patch.setattr(convert.GGUF, "item", interrupted)
     with pytest.raises(error):
-      convert.convert(source, dest, progress=False)
+      convert.convert(source, dest, to=to, progress=False)
   assert not list(tmp_path.iterdir())
-  convert.convert(source, dest, progress=False)
+  convert.convert(source, dest, to=to, progress=False)
   assert [path.name for path in tmp_path.iterdir()] == ["model"]
   convert.load(dest)
 
@@ -290,7 +291,8 @@ def test_does_not_overwrite(source, checkpoint):
     convert.convert(source, checkpoint)
 
 
-def test_writes_every_item_before_it_reads_the_next(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize("to", items.KINDS)
+def test_writes_every_item_before_it_reads_the_next(source, tmp_path, monkeypatch, to):
   read, names = convert.GGUF.item, []
 
   def spy(self, name):
@@ -300,7 +302,7 @@ def test_writes_every_item_before_it_reads_the_next(source, tmp_path, monkeypatc
     return read(self, name)
 
   monkeypatch.setattr(convert.GGUF, "item", spy)
-  convert.convert(source, tmp_path / "model", progress=False)
+  convert.convert(source, tmp_path / "model", to=to, progress=False)
   assert names == convert.item_names(convert.read_config(tmp_path / "model"))
 
 

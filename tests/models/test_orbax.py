@@ -1,0 +1,138 @@
+"""Weights in folders that Orbax writes: the numbers of safetensors, or a refusal by name."""
+
+import json
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from kvjax.models.io import convert, items
+from tests import processes, tiny_gguf, tiny_hf
+from tests.meshes import mesh_of
+
+
+def leaves(model):
+  return jax.tree.leaves(nnx.state(model))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """One model in both kinds of folders."""
+  root = tmp_path_factory.mktemp("made")
+  tiny_gguf.write(root / "x.gguf", tiny_gguf.tensors(tied=False))
+  return {
+    to: convert.convert(root / "x.gguf", root / to, to=to, progress=False) for to in items.KINDS
+  }
+
+
+@pytest.fixture
+def copy(folders, tmp_path):
+  return shutil.copytree(folders["orbax"], tmp_path / "copy")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2), (2, 2)])
+def test_both_kinds_load_alike(folders, mesh, dtype):
+  """Bit by bit, and every part on the same device; without a mesh, committed to none."""
+  mesh = mesh and mesh_of(*mesh)
+  one, other = (leaves(convert.load(folders[to], dtype=dtype, mesh=mesh)[0]) for to in items.KINDS)
+  for x, y in zip(one, other, strict=True):
+    assert (x.dtype, x.sharding, x.committed) == (y.dtype, y.sharding, y.committed)
+    for ours, theirs in zip(x.addressable_shards, y.addressable_shards, strict=True):
+      np.testing.assert_array_equal(ours.data, theirs.data)
+  assert convert.stored_bytes(folders["orbax"]) == convert.stored_bytes(folders["safetensors"])
+
+
+def test_heads_are_written_apart(folders):
+  """A device that holds one key/value head reads no other's numbers."""
+  found = ocp.PyTreeCheckpointHandler().metadata(folders["orbax"] / "items" / "layer_001.orbax")
+  chunks = {name: x.storage.chunk_shape for name, x in found.tree.items()}
+  assert chunks["attention.wqkv"] == (64, 1, 4, 16) and chunks["attention.wo"] == (1, 2, 16, 64)
+
+
+def test_other_kinds_are_refused(copy, tmp_path):
+  with pytest.raises(ValueError, match="to: found 'zip', expected one of safetensors, orbax"):
+    convert.convert(tmp_path / "x.gguf", tmp_path / "made", to="zip")
+  description = json.loads((copy / "config.json").read_text())
+  assert description["items"] == "orbax"
+  for kind, error, says in (
+    ("zip", ValueError, r"config\.json: items: found 'zip', expected one of safetensors"),
+    ("safetensors", FileNotFoundError, "items: found 0 of safetensors, expected 3 layers"),
+  ):
+    (copy / "config.json").write_text(json.dumps({**description, "items": kind}))
+    with pytest.raises(error, match=says):
+      convert.load(copy)
+
+
+def test_arrays_of_another_shape(copy):
+  description = json.loads((copy / "config.json").read_text())
+  description["model"]["ffn"] = 128
+  (copy / "config.json").write_text(json.dumps(description))
+  with pytest.raises(ValueError, match=r"layer_000\.orbax: found arrays .*96.*expected .*128"):
+    convert.load(copy)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of its threads
+def test_damaged_folders_are_refused_by_name(copy):
+  """Every file of an item: cut short, begun with something else, empty, or not there."""
+  item = copy / "items" / "layer_002.orbax"
+  refused = 0
+  for path in sorted(path for path in item.rglob("*") if path.is_file()):
+    whole = path.read_bytes()
+    for data in (None, b"", whole[: len(whole) // 2], b"damaged!" + whole[8:]):
+      path.unlink() if data is None else path.write_bytes(data)
+      try:
+        model = convert.load(copy)[0]
+      except ValueError as error:
+        assert str(error).startswith(f"{item}: found ") and "\n" not in str(error)
+        refused += 1
+      else:  # what Orbax notes beside the arrays
+        assert all(np.isfinite(x).all() for x in leaves(model)), path
+      path.write_bytes(whole)
+  assert refused >= 8
+  shutil.rmtree(item)
+  with pytest.raises(FileNotFoundError, match=r"layer_002\.orbax: not found, expected"):
+    convert.load(copy)
+
+
+LOAD = """
+import pathlib
+import kvjax
+from flax import nnx
+from kvjax.models.io import convert
+
+def status(key):
+  return next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith(key))
+
+mesh = kvjax.make_mesh(heads=2)
+small, folder = arguments
+convert.load(small, mesh=mesh)  # what the libraries take once
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+before = status("VmRSS")
+model, _ = convert.load(folder, mesh=mesh)
+took = status("VmHWM") - before
+size = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
+layer = max(sum(x.nbytes for x in jax.tree.leaves(nnx.state(x))) for x in model.layers)
+print(took, size(nnx.state(model)), layer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+@pytest.mark.parametrize("to", items.KINDS)
+def test_a_process_reads_its_part(tmp_path, to):
+  """Memory of each of two processes: its own shards and 1.3 layers at most, of 142 MB."""
+  sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 6}
+  made = []
+  for name, config in (("small", {}), ("large", sizes)):
+    source = tiny_hf.write(tmp_path / f"{name}.hf", {**tiny_hf.CASES["llama3"], **config})
+    made.append(convert.convert(source, tmp_path / name, to=to, progress=False))
+  for said in processes.output(LOAD, 2, *made):
+    took, own, layer = map(int, said.split())
+    assert layer > 1.4e8 and own == pytest.approx(3 * layer, rel=0.01)
+    assert own < took < own + 1.3 * layer, f"found {(took - own) / layer:.2f} layers beside"

@@ -69,7 +69,7 @@ def placed(tree: Any) -> Any:
     if id(x) not in stores:
       return jnp.asarray(x)
     with _explained(x.nbytes):
-      return jax.device_put(x, _host()).block_until_ready()
+      return jax.device_put(x, host()).block_until_ready()
 
   return jax.tree.map(put, tree)
 
@@ -99,11 +99,11 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
 @functools.cache
 def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
   """Makes zeros in pinned memory; compiled once for all segments of a shape."""
-  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=_host())
+  return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=host())
 
 
-def _host() -> jax.sharding.Sharding:
-  """Place of stores that do not lie with the device's arrays."""
+def host() -> jax.sharding.Sharding:
+  """The place of stores that do not lie with the device's arrays."""
   return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 

@@ -208,18 +208,27 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
     ValueError: key/value heads, or a layer's slots, are no multiple of the devices of their axis.
     NotImplementedError: the method does not run on such a mesh.
   """
+  shapes = jax.eval_shape(lambda: method.init_caches(spec))
+  where = placement(method, spec, mesh, shapes)
+  return jax.jit(lambda: method.init_caches(spec), out_shardings=where)()
+
+
+def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
+  """The shardings of caches, of which there are the shapes.
+
+  Raises:
+    ValueError, NotImplementedError: of `init_caches`.
+  """
   check_mesh(mesh)
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
-  shapes = jax.eval_shape(lambda: method.init_caches(spec))
   if offload.hosted(shapes) and offload.on_host():
     raise NotImplementedError(
       f"mesh: found {method!r}, which keeps blocks in the host's memory, expected a method without "
       "a store: stores are not split over devices"
     )
-  specs = cache_specs(shapes, method)
-  where = named(mesh, specs)
+  where = named(mesh, cache_specs(shapes, method))
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:
       to.shard_shape(x.shape)
@@ -228,4 +237,4 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
         f"mesh: found {dict(mesh.shape)} for a cache array of {x.shape} (batch, key/value heads, "
         "slots, ...), expected divisors of its heads and slots"
       ) from error
-  return jax.jit(lambda: method.init_caches(spec), out_shardings=where)()
+  return where

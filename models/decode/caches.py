@@ -1,20 +1,16 @@
-"""Live caches: room left, kept in a file, forked into several rows, a further turn of a chat."""
+"""Live caches: room left, kept in a folder, forked into several rows, a further turn of a chat."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
-import zipfile
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
@@ -23,16 +19,15 @@ from kvjax.families import sliding
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.decode import checks
-from kvjax.models.io.asides import aside
+from kvjax.models.io import files, orbax
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
-from kvjax.runtime import arguments
+from kvjax.runtime import arguments, sharding
 from kvjax.runtime.forked import Forked, branched
 
 FORMAT = "kvjax-caches"
-VERSION = 2  # of the file's layout: one that is read otherwise gets the next number
-_HEADER = "header.json"
+VERSION = 3  # of the folder's layout: one that is read otherwise gets the next number
 TILE = 64  # slots that a shared context's are a multiple of: few sizes, few compilations
 
 
@@ -57,14 +52,14 @@ def save(
   method: Method,
   spec: CacheSpec,
 ) -> pathlib.Path:
-  """Writes caches, and the logits to continue from, into one file.
+  """Writes caches, and the logits to continue from, into a folder of Orbax's.
 
-  The file is a zip of .npy arrays (`numpy.load` opens it) and a JSON header that names method,
-  sizes, and every array. It is written aside and renamed: a file of that name is whole. Arrays
-  pass through the host's memory one at a time.
+  The folder has one version, which the next one replaces once that is whole: a writer that is
+  killed leaves the old one. Writers of one folder come one after another. Of several processes all
+  call it, with a folder that all of them see, and each writes what its devices hold.
 
   Args:
-    path: the file; one that exists is replaced.
+    path: the folder; what was saved there before is replaced.
     logits: float32 [B, V] of `prefill`, or `Generation.last`.
     caches: of `method.init_caches(spec)`, live.
     method: the KV-cache method.
@@ -73,68 +68,99 @@ def save(
   Raises:
     TypeError: `method` is no method, or `spec` no sizes.
     ValueError: the caches are not those of `method` for `spec`, or were donated before.
+    OSError: the folder cannot be written.
+  """
+  return save_async(path, logits, caches, method, spec).wait()
+
+
+def save_async(
+  path: str | os.PathLike[str],
+  logits: Float[Array, "B V"],
+  caches: Caches,
+  method: Method,
+  spec: CacheSpec,
+) -> orbax.Saving:
+  """As `save`, while the program goes on: the arrays are copied when it returns.
+
+  A step may then have the caches donated. `wait()` of the result blocks until the folder is whole,
+  and raises what went wrong; the end of the program waits for it, too.
+
+  Raises:
+    TypeError, ValueError, OSError: of `save`.
   """
   _check_whose(method, spec)
-  path = pathlib.Path(path)
   logits = logits if isinstance(logits, jax.Array) else arguments.array("logits", logits)
   named = _named((logits, caches))
-  found = {name: _kind(x) for name, x in named.items()}
   if np.ndim(logits) != 2:
     raise ValueError(f"logits: found shape {np.shape(logits)}, expected [B, V], as prefill returns")
   layouts = _layouts(caches)
-  _check_layout("caches", found, layouts, method, spec, np.shape(logits)[-1])
+  _check_layout("caches", named, layouts, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
-  header = {
-    **_identity(method, spec),
-    "layouts": layouts,
-    "arrays": {name: [str(x.dtype), list(x.shape)] for name, x in named.items()},
-  }
-  with aside(path, replace=True) as made, zipfile.ZipFile(made, "w") as file:
-    file.writestr(_HEADER, json.dumps(header, indent=2))
-    for name, x in named.items():
-      with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-        x = np.ascontiguousarray(x)
-        np.lib.format.write_array(entry, _plain(x), allow_pickle=False)
-  return path
+  return orbax.Saving(pathlib.Path(path), {**_identity(method, spec), "layouts": layouts}, named)
 
 
 def restore(
-  path: str | os.PathLike[str], method: Method, spec: CacheSpec
+  path: str | os.PathLike[str], method: Method, spec: CacheSpec, *, mesh: Mesh | None = None
 ) -> tuple[Float[Array, "B V"], Caches]:
   """Reads what `save` wrote: logits and caches, as `prefill` returns them.
 
-  The file knows the method and the sizes, not the weights: that the model is the one that filled
-  the caches is the caller's to know.
+  The folder knows the method and the sizes, not the weights: that the model is the one that filled
+  the caches is the caller's to know. They may have been saved from other devices.
+
+  Args:
+    path: the folder.
+    method: the KV-cache method.
+    spec: sizes of the caches.
+    mesh: the model's; every device reads its part.
 
   Raises:
     TypeError: `method` is no method, or `spec` no sizes.
-    FileNotFoundError: there is no such file.
-    ValueError: the file is damaged, of a version that this kvjax does not read, or of another
-      method or other sizes.
+    FileNotFoundError: there is no such folder, or nothing was saved there.
+    ValueError: the folder is damaged, of a version that this kvjax does not read, or of another
+      method or other sizes; or such caches cannot be split over the mesh.
+    NotImplementedError: the method does not run on such a mesh.
   """
   _check_whose(method, spec)
   path = pathlib.Path(path)
-  with path.open("rb") as raw:
-    with _whole(path):
-      file = zipfile.ZipFile(raw)
-      header = json.loads(file.read(_HEADER))
-      identity = header.get("format"), header.get("version")
-    _check_version(path, *identity)
-    with _whole(path):
-      described = header["method"], dict(header["spec"])
-      layouts = list(header["layouts"])
-      kinds = {
-        name: (str(dtype), tuple(shape)) for name, (dtype, shape) in header["arrays"].items()
-      }
-    _check_identity(path, *described, method, spec)
-    shape = kinds.get("logits", ("", ()))[1]
-    if len(shape) != 2:
-      raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
-    tree = _check_layout(str(path), kinds, layouts, method, spec, shape[1])
-    with _whole(path):
-      read = {name: _read(file, name, *kind) for name, kind in kinds.items()}
-  leaves = [read[name] for name in _named(tree)]
-  return offload.placed(jax.tree.unflatten(jax.tree.structure(tree), leaves))
+  if path.is_file():
+    raise ValueError(
+      f"{path}: found a file, expected a folder of {FORMAT!r} version {VERSION} (an older kvjax, "
+      "which reads it, wrote a file)"
+    )
+  saved = orbax.latest(path)
+  header = files.read_json(saved / orbax.HEADER, "a header of saved caches")
+  _check_version(path, header.get("format"), header.get("version"))
+  with files.whole(path, orbax.EXPECTED):
+    described = header["method"], dict(header["spec"])
+    layouts, sums = list(header["layouts"]), dict(header["sums"])
+  _check_identity(path, *described, method, spec)
+  found = orbax.described(saved / orbax.ARRAYS)
+  if "logits" not in found or found["logits"].ndim != 2:
+    raise ValueError(f"{path}: found no logits, expected an array [B, V] beside the caches")
+  tree = _check_layout(str(path), found, layouts, method, spec, found["logits"].shape[1])
+  wanted = _named(_placed(tree, method, spec, mesh))
+  read = orbax.load(saved / orbax.ARRAYS, wanted)
+  if (other := orbax.sums(read)) != sums:
+    names = [name for name in other if other[name] != sums.get(name)]
+    raise ValueError(f"{path}: found other numbers than were saved in {', '.join(names)}")
+  return jax.tree.unflatten(jax.tree.structure(tree), [read[name] for name in wanted])
+
+
+def _placed(
+  tree: tuple[Any, Caches], method: Method, spec: CacheSpec, mesh: Mesh | None
+) -> tuple[Any, Caches]:
+  """Logits and caches as shapes, with where they belong: on a mesh, in the host's memory."""
+  logits, caches = tree
+  if mesh is not None:
+    where = sharding.placement(method, spec, mesh, caches)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return logits.update(sharding=everywhere), jax.tree.map(
+      lambda x, to: x.update(sharding=to), caches, where
+    )
+  stores = {id(x) for x in offload.hosted(caches)} if offload.on_host() else set()
+  return logits, jax.tree.map(
+    lambda x: x.update(sharding=offload.host()) if id(x) in stores else x, caches
+  )
 
 
 def fork(
@@ -319,20 +345,8 @@ def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
 
 
-@contextlib.contextmanager
-def _whole(path: pathlib.Path) -> Iterator[None]:
-  """Says of whatever a damaged file makes its readers raise that it is damaged."""
-  try:
-    yield
-  except MemoryError:
-    raise
-  except Exception as error:  # zipfile alone raises ten kinds
-    found = f"{type(error).__name__}: {error}".rstrip(": ")
-    raise ValueError(f"{path}: found {found}, expected a whole file of saved caches") from error
-
-
 def _check_version(path: pathlib.Path, kind: Any, version: Any) -> None:
-  """Raises unless the file is one that this code reads."""
+  """Raises unless the folder is one that this code reads."""
   if kind == FORMAT and version == VERSION:
     return
   age = ""
@@ -359,7 +373,7 @@ def _check_identity(
 
 def _check_layout(
   what: str,
-  found: dict[str, tuple],
+  arrays: dict[str, Any],
   layouts: list[str],
   method: Method,
   spec: CacheSpec,
@@ -372,7 +386,7 @@ def _check_layout(
   """
   logits = jax.ShapeDtypeStruct((spec.batch, vocab), jnp.float32)
   tree = logits, jax.eval_shape(lambda: method.init_caches(spec))
-  expected = {name: _kind(x) for name, x in _named(tree).items()}
+  found, expected = ({n: _kind(x) for n, x in each.items()} for each in (arrays, _named(tree)))
   for name in {**expected, **found}:
     if found.get(name) != expected.get(name):
       raise ValueError(
@@ -382,27 +396,3 @@ def _check_layout(
   if layouts != (wanted := _layouts(tree[1])):
     raise ValueError(f"{what}: layouts: found {layouts}, expected {wanted} of {method!r}")
   return tree
-
-
-def _plain(x: np.ndarray) -> np.ndarray:
-  """Bits that the .npy format has a name for (it knows no bfloat16)."""
-  return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
-
-
-def _read(file: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-  """An array of the kind that the header says; memory is taken for no other."""
-  x = np.empty(shape, getattr(ml_dtypes, dtype, dtype))
-  plain = _plain(x)
-  with file.open(f"{name}.npy") as entry:
-    if (version := np.lib.format.read_magic(entry)) != (1, 0):
-      raise ValueError(f".npy version {version} of {name}")
-    kind = np.lib.format.read_array_header_1_0(entry)
-    if kind != (plain.shape, False, plain.dtype):
-      raise ValueError(f"{kind} in {name}")
-    left = plain.reshape(-1).view(np.uint8)
-    while left.size and (piece := entry.read(min(left.size, 1 << 24))):
-      left[: len(piece)] = np.frombuffer(piece, np.uint8)
-      left = left[len(piece) :]
-    if left.size or entry.read(1):  # the last reading compares the checksum
-      raise ValueError(f"another number of bytes in {name}")
-  return x

@@ -57,6 +57,16 @@ def aside(dest: str | os.PathLike[str], *, replace: bool = False) -> Iterator[pa
     _release(lock)
 
 
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+  """Waits until no other writer is at work in a folder, as far as its file system has locks."""
+  lock = _lock(folder, wait=True)
+  try:
+    yield
+  finally:
+    _release(lock)
+
+
 def _rename(path: pathlib.Path, dest: pathlib.Path) -> None:
   """Renames to what is not there."""
   try:

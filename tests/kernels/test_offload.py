@@ -237,7 +237,7 @@ def test_restored_and_forked_stores_lie_on_the_host(name, tmp_path):
   method = kvjax.settings.example(kvjax.METHODS[name], 16)
   spec = tiny.model().spec(2, 64)
   state = prefill(tiny.model(), tiny.TOKENS[:, :23], tiny.LENGTHS, method.init_caches(spec), method)
-  path = save(tmp_path / "x.npz", *state, method, spec)
+  path = save(tmp_path / "x", *state, method, spec)
   copies = restore(path, method, spec), fork(*state, 1)
   for _, caches in copies:
     assert {x.sharding.memory_kind for x in offload.hosted(caches)} == {"pinned_host"}

@@ -1,23 +1,28 @@
-"""Caches kept in a file, forked, and taken on by a further turn."""
+"""Caches kept in a folder, forked, and taken on by a further turn."""
 
 import dataclasses
+import errno
 import json
+import signal
+import subprocess
+import sys
 import threading
-import zipfile
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tokenizers
 
 import kvjax
-from kvjax.models.decode.caches import VERSION, fork, fork_shared, next_turn, restore, save
+from kvjax.models.decode.caches import fork, fork_shared, next_turn, restore, save, save_async
 from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.ops import offload
+from kvjax.runtime import sharding
 from kvjax.testing.tiny import LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
 
@@ -40,147 +45,208 @@ def go_on(logits, caches, method, steps=5, **kwargs):
   return generate(model(), logits, caches, method, steps=steps, chunk=4, **kwargs)[0].tokens
 
 
+def filled(caches):
+  """Caches whose every bit is drawn: what is kept of one of them is kept of all."""
+  rng = np.random.default_rng(0)
+
+  def draw(x):
+    drawn = np.frombuffer(rng.bytes(x.size * x.dtype.itemsize), np.uint8)
+    drawn = drawn % 2 == 1 if x.dtype == bool else drawn.view(x.dtype)
+    return jnp.asarray(drawn.reshape(x.shape))
+
+  return jax.tree.map(draw, caches)
+
+
+def bits(tree):
+  return jax.tree.map(lambda x: np.asarray(x).reshape(-1).view(np.uint8), tree)
+
+
 @pytest.fixture
 def saved(tmp_path):
-  """A file of full caches, and what is in it."""
+  """A folder of full caches, and what is in it."""
   logits, caches, spec = start(FULL)
-  return save(tmp_path / "x.npz", logits, caches, FULL, spec), logits, caches, spec
+  return save(tmp_path / "x", logits, caches, FULL, spec), logits, caches, spec
 
 
-CACHES = "kvjax-caches"
+def files_of(path):
+  return sorted(x for x in path.rglob("*") if x.is_file())
 
 
-def header(kind, version):
-  said = {"format": kind} | ({"version": version} if version else {})
-  return {"header.json": json.dumps(said).encode()}
-
-
-def read_zip(path):
-  with zipfile.ZipFile(path) as file:
-    return {name: file.read(name) for name in file.namelist()}
-
-
-def write_zip(path, entries):
-  with zipfile.ZipFile(path, "w") as file:
-    for name, data in entries.items():
-      file.writestr(name, data)
-
-
-# ---- files
+# ---- folders
 
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_restored_caches_go_on_as_the_saved_ones(method, tmp_path):
   logits, caches, spec = start(method)
-  path = save(tmp_path / "new" / "x.npz", logits, caches, method, spec)
+  path = save(tmp_path / "new" / "x", logits, caches, method, spec)
   again, restored = restore(path, method, spec)
   chex.assert_trees_all_equal((again, restored), (logits, caches))
   assert jax.tree.structure(restored) == jax.tree.structure(caches)
   np.testing.assert_array_equal(go_on(again, restored, method), go_on(logits, caches, method))
-  assert [p.name for p in path.parent.iterdir()] == ["x.npz"]
+  assert [p.name for p in path.parent.iterdir()] == ["x"]
+  assert [p.name for p in path.iterdir()] == ["1"]
 
 
-def test_bfloat16_is_kept_bit_by_bit(tmp_path):
-  method = kvjax.Full()
-  logits, caches, spec = start(method, jnp.bfloat16)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
-  _, restored = restore(path, method, spec)
-  assert restored[0].slots["k"].dtype == jnp.bfloat16
-  chex.assert_trees_all_equal(restored, caches)
-  assert np.load(path)["layer0.slots.k"].shape == caches[0].slots["k"].shape
+@pytest.mark.core(6)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", kvjax.METHODS)
+def test_every_bit_of_every_layout_is_kept(name, dtype, tmp_path):
+  """Saved from one device or two, restored onto one or two, wherever the method runs on these."""
+  method = kvjax.settings.example(kvjax.METHODS[name], BUDGET)
+  spec, mesh = model().spec(2, CAPACITY, dtype), kvjax.make_mesh(heads=2)
+  uneven = method.traits.uneven
+  meshes = [None] if uneven is not None and uneven(spec, 2) else [None, mesh]
+  shapes = jax.eval_shape(lambda: method.init_caches(spec))
+  state = filled((jax.ShapeDtypeStruct((2, 61), jnp.float32), shapes))
+  for source in meshes:
+    if source is not None:
+      where = sharding.named(source, sharding.cache_specs(state[1], method))
+      state = state[0], jax.device_put(state[1], where)
+    path = save(tmp_path / "x", *state, method, spec)
+    for mesh in meshes:
+      found = restore(path, method, spec, mesh=mesh)
+      chex.assert_trees_all_equal(bits(found), bits(state))
+      assert jax.tree.structure(found) == jax.tree.structure(state)
+      for x in jax.tree.leaves(found):
+        assert len(x.sharding.device_set) == (1 if mesh is None else 2)
 
 
-def test_files_of_other_caches_are_refused(tmp_path):
+@pytest.mark.core(1)
+@pytest.mark.parametrize("method", METHODS)
+def test_decoding_goes_on_while_caches_are_written(method, tmp_path):
+  """What is saved is what was there when `save_async` returned, though steps had it donated."""
+  logits, caches, spec = start(method)
+  kept = jax.tree.map(np.array, (logits, caches))
+  saving = save_async(tmp_path / "x", logits, caches, method, spec)
+  tokens = go_on(logits, caches, method)
+  chex.assert_trees_all_equal(restore(saving.wait(), method, spec), kept)
+  np.testing.assert_array_equal(tokens, go_on(*start(method)[:2], method))
+
+
+def test_what_goes_wrong_in_writing_is_raised_where_it_is_waited_for(saved, monkeypatch):
+  path, logits, caches, spec = saved
+
+  def full(*_, **__):
+    if threading.current_thread() is not threading.main_thread():
+      raise OSError(errno.ENOSPC, "no room")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.CheckpointManager, "wait_until_finished", full)
+    saving = save_async(path, logits + 1, caches, FULL, spec)
+    with pytest.raises(OSError, match=r"x: cannot be written \(No space left on device\)"):
+      saving.wait()
+  (path.parent / "file").write_text("here")
+  with pytest.raises(OSError, match=r"file: cannot be written \(File exists\)"):
+    save(path.parent / "file", logits, caches, FULL, spec)
+
+
+def test_folders_of_other_caches_are_refused(tmp_path):
   method = kvjax.StreamingLLM(16)
   logits, caches, spec = start(method)
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  path = save(tmp_path / "x", logits, caches, method, spec)
   with pytest.raises(ValueError, match=r"found caches of StreamingLLM.*expected Full\(\)"):
     restore(path, kvjax.Full(), spec)
   with pytest.raises(ValueError, match=r"budget=16.*expected StreamingLLM\(budget=32"):
     restore(path, kvjax.StreamingLLM(32), spec)
   for name, value in (("batch", 3), ("capacity", 32), ("layers", 5), ("dtype", jnp.bfloat16)):
     other = dataclasses.replace(spec, **{name: value})
-    with pytest.raises(ValueError, match=rf"x\.npz: spec\.{name}: found .* expected"):
+    with pytest.raises(ValueError, match=rf"x: spec\.{name}: found .* expected"):
       restore(path, method, other)
   with pytest.raises(ValueError, match=r"caches: layer0\.slots\.k: found .* expected .* Full"):
     save(path, logits, caches, kvjax.Full(), spec)
+  with pytest.raises(NotImplementedError, match="mesh: found slots split over devices"):
+    restore(path, method, spec, mesh=kvjax.make_mesh(slots=2))
 
 
-def test_damaged_files_are_refused(saved):
+def test_other_versions_are_refused(saved, tmp_path):
   path, *_, spec = saved
-  whole, entries = path.read_bytes(), read_zip(path)
-  for data in (whole[:-100], whole[: len(whole) // 2], b"", b"text"):
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"x\.npz: found .*expected a whole file of saved caches"):
-      restore(path, FULL, spec)
-  with pytest.raises(FileNotFoundError):
-    restore(path.with_name("y.npz"), FULL, spec)
-  # A header of another version, whatever else it says, or does not say.
-  says = "found format 'kvjax-caches' version"
-  split = entries["header.json"].replace(b"DENSE", b"SPLIT", 1)
+  head = path / "1" / "header" / "metadata"
+  whole, says = json.loads(head.read_text()), "found format 'kvjax-caches' version"
+  layouts = ["SPLIT", *whole["layouts"][1:]]
   for change, message in (
-    ({"layer3.rows.seen.npy": None}, r"layer3\.rows\.seen"),
-    ({"header.json": split}, r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"),
-    (header("x", None), "found format 'x' version None"),
-    (
-      header(CACHES, VERSION + 1),
-      rf"x\.npz: {says} 3, expected '{CACHES}' version 2 .*by a newer kvjax",
-    ),
-    (header(CACHES, 1), rf"x\.npz: {says} 1, expected '{CACHES}' version 2 .*by an older kvjax"),
+    ({"layouts": layouts}, r"layouts: found \['SPLIT', .*, expected \['DENSE', .*Full"),
+    ({"format": "x", "version": None}, "found format 'x' version None"),
+    ({"version": 4}, rf"x: {says} 4, expected 'kvjax-caches' version 3 .*by a newer kvjax"),
+    ({"version": 1}, rf"x: {says} 1, expected 'kvjax-caches' version 3 .*by an older kvjax"),
+    ({"sums": {**whole["sums"], "logits": 7}}, r"x: found other numbers than were .* in logits"),
   ):
-    write_zip(path, {name: x for name, x in {**entries, **change}.items() if x is not None})
+    head.write_text(json.dumps({**whole, **change}))
     with pytest.raises(ValueError, match=message):
       restore(path, FULL, spec)
+  for name in ("none", "empty"):
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=rf"{name}: found nothing saved, expected"):
+      restore(tmp_path / name, FULL, spec)
+  (tmp_path / "x.npz").write_bytes(b"PK")
+  with pytest.raises(ValueError, match=r"x\.npz: found a file, expected a folder .* version 3 "):
+    restore(tmp_path / "x.npz", FULL, spec)
 
 
-def test_an_interrupted_save_leaves_the_old_file(saved, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
+def test_damage_anywhere_is_refused_in_one_line(saved):
+  """A byte changed, the end cut off, a file gone: the same numbers, or an error by name."""
   path, logits, caches, spec = saved
-  before = path.read_bytes()
+  rng, refused = np.random.default_rng(0), set()
+  for file in files_of(path):
+    whole = file.read_bytes()
+    places = rng.choice(len(whole), min(len(whole), 24), replace=False)
+    flipped = [
+      whole[:i] + bytes([whole[i] ^ rng.integers(1, 256)]) + whole[i + 1 :] for i in places
+    ]
+    for data in (None, b"", whole[: len(whole) // 2], *flipped):
+      file.unlink() if data is None else file.write_bytes(data)
+      try:
+        found = restore(path, FULL, spec)
+      except (ValueError, FileNotFoundError) as error:
+        assert str(error).startswith(f"{path}") and "\n" not in str(error)
+        refused.add(file)
+      else:
+        chex.assert_trees_all_equal(found, (logits, caches))
+      file.write_bytes(whole)
+  assert {"_METADATA", "manifest.ocdbt", "metadata"} <= {file.name for file in refused}
+  assert max(files_of(path), key=lambda x: x.stat().st_size) in refused
+
+
+def test_an_interrupted_save_leaves_the_old_version(saved, monkeypatch):
+  path, logits, caches, spec = saved
 
   def stop(*_, **__):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(np.lib.format, "write_array", stop)
-  with pytest.raises(KeyboardInterrupt):
-    save(path, logits, caches, FULL, spec)
-  assert path.read_bytes() == before
-  assert list(tmp_path.iterdir()) == [path]
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.CheckpointManager, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+      save(path, logits + 1, caches, FULL, spec)
+  chex.assert_trees_all_equal(restore(path, FULL, spec), (logits, caches))
+  save(path, logits + 1, caches, FULL, spec)  # nobody is waited for
+  assert [p.name for p in path.iterdir()] == ["2"]
 
 
-def test_any_flipped_byte_is_refused_in_one_line(saved):
-  """Sizes, flags and offsets of the zip, its headers and those of arrays, and the numbers."""
-  path, logits, caches, spec = saved
-  whole = path.read_bytes()
-  with zipfile.ZipFile(path) as file:
-    starts = [entry.header_offset for entry in file.infolist()]
-  places = [start + i for start in starts for i in range(250)]
-  places += range(len(whole) - 2500, len(whole))
-  rng, refused = np.random.default_rng(0), 0
-  for place in rng.choice(places, 250, replace=False):
-    data = bytearray(whole)
-    data[place] ^= rng.integers(1, 256)
-    path.write_bytes(data)
-    try:
-      found = restore(path, FULL, spec)
-    except ValueError as error:
-      assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
-      refused += 1
-    else:  # dates and the like
-      chex.assert_trees_all_equal(found, (logits, caches))
-  assert refused > 150
+KILLED = """
+import os, signal, sys
+import jax.numpy as jnp
+import kvjax
+from kvjax.models.decode.caches import save, save_async
+spec, method = kvjax.CacheSpec(1, 1 << 16, 4, 1, 64, 2), kvjax.Full()
+caches = method.init_caches(spec)
+save(sys.argv[1], jnp.zeros((1, 5)), caches, method, spec)
+save_async(sys.argv[1], jnp.ones((1, 5)), caches, method, spec)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def test_a_header_that_asks_for_more_memory_than_there_is(saved):
-  """An array's own header is believed in nothing."""
-  path, *_, spec = saved
-  entries = read_zip(path)
-  head = entries["logits.npy"]
-  entries["logits.npy"] = head.replace(b"(2, 61), }" + b" " * 9, b"(2, 61000000000), }")
-  assert entries["logits.npy"] != head
-  write_zip(path, entries)
-  with pytest.raises(ValueError, match=r"x\.npz: found .*logits.*, expected a whole file"):
-    restore(path, FULL, spec)
+@pytest.mark.slow
+def test_a_killed_save_leaves_the_old_version(tmp_path):
+  path, method = tmp_path / "x", kvjax.Full()
+  done = subprocess.run([sys.executable, "-c", KILLED, path], capture_output=True, text=True)
+  assert done.returncode == -signal.SIGKILL, done.stderr
+  assert len(list(path.iterdir())) == 2  # it was in the middle
+  spec = kvjax.CacheSpec(1, 1 << 16, 4, 1, 64, 2)
+  logits, caches = restore(path, method, spec)
+  assert not logits.any()
+  save(path, logits + 2, caches, method, spec)
+  assert [p.name for p in path.iterdir()] == ["2"] and restore(path, method, spec)[0].all()
 
 
 def test_windows_of_another_model_are_refused(tmp_path):
@@ -192,14 +258,14 @@ def test_windows_of_another_model_are_refused(tmp_path):
   )
   none = dataclasses.replace(plain, windows=())
   for own, other in ((wide, wider), (plain, none), (none, plain)):
-    path = save(tmp_path / "x.npz", jnp.zeros((2, 61)), method.init_caches(own), method, own)
+    path = save(tmp_path / "x", jnp.zeros((2, 61)), method.init_caches(own), method, own)
     restore(path, method, own)
-    with pytest.raises(ValueError, match=r"x\.npz: spec\.windows: found .* expected"):
+    with pytest.raises(ValueError, match=r"x: spec\.windows: found .* expected"):
       restore(path, method, other)
 
 
 def test_two_who_save_to_one_path(saved, tmp_path):
-  """The file is the one's or the other's."""
+  """The folder is the one's or the other's: one after the other."""
   path, logits, caches, spec = saved
   both, failed = (logits, logits + 1), []
 
@@ -209,7 +275,7 @@ def test_two_who_save_to_one_path(saved, tmp_path):
     except BaseException as error:
       failed.append(error)
 
-  for _ in range(8):
+  for _ in range(4):
     threads = [threading.Thread(target=write, args=(mine,)) for mine in both]
     for thread in threads:
       thread.start()
@@ -218,11 +284,11 @@ def test_two_who_save_to_one_path(saved, tmp_path):
     found, others = restore(path, FULL, spec)
     assert any(np.array_equal(found, mine) for mine in both)
     chex.assert_trees_all_equal(others, caches)
-  assert not failed and [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+  assert not failed and [p.name for p in path.iterdir()] == ["9"]
 
 
 def test_arrays_lie_where_those_of_empty_caches_do(tmp_path, monkeypatch):
-  """Stores in the host's memory, as on a GPU: kept in a file, and forked."""
+  """Stores in the host's memory, as on a GPU: kept in a folder, and forked."""
   monkeypatch.setattr(offload, "on_host", lambda: True)
   method = kvjax.settings.example(kvjax.METHODS["infllm"], BUDGET)
   spec = model().spec(2, CAPACITY)
@@ -232,7 +298,7 @@ def test_arrays_lie_where_those_of_empty_caches_do(tmp_path, monkeypatch):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
   assert len(set(jax.tree.leaves(kinds(caches)))) == 2
-  path = save(tmp_path / "x.npz", logits, caches, method, spec)
+  path = save(tmp_path / "x", logits, caches, method, spec)
   again, restored = restore(path, method, spec)
   assert kinds((again, restored)) == kinds((logits, caches))
   assert kinds(fork(logits, caches, 2)) == kinds((logits, caches))

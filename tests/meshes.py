@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import kvjax
 from kvjax import Env
@@ -20,6 +21,13 @@ def mesh_of(heads=1, slots=1):
   if heads * slots > jax.device_count():
     pytest.skip(f"needs {heads * slots} devices, found {jax.device_count()}")
   return kvjax.make_mesh(heads, slots)
+
+
+def whole(tree):
+  """Every array as NumPy's, those that lie on several processes, too."""
+  local = lambda x: x.is_fully_addressable or x.is_fully_replicated  # noqa: E731
+  gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+  return jax.tree.map(lambda x: np.asarray(x if local(x) else gather(x)), tree)
 
 
 CONFIG = ModelConfig(

@@ -17,24 +17,33 @@ jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), proces
 """
 
 
-def start(program, count, *arguments, devices=1):
-  """Starts `program`, which finds its `arguments` under that name, in `count` processes."""
+def port():
+  """A port of this machine that nobody listens on."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
-    port = free.getsockname()[1]
+    return free.getsockname()[1]
+
+
+def started(commands, devices=1):
+  """Processes of these arguments of Python, each with so many devices."""
   flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
   return [
     subprocess.Popen(
-      [sys.executable, "-c", BEGIN + textwrap.dedent(program), *map(str, (rank, count, port))]
-      + [str(x) for x in arguments],
+      [sys.executable, *map(str, command)],
       cwd=ROOT,
       env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
     )
-    for rank in range(count)
+    for command in commands
   ]
+
+
+def start(program, count, *arguments, devices=1):
+  """Starts `program`, which finds its `arguments` under that name, in `count` processes."""
+  code, at = BEGIN + textwrap.dedent(program), port()
+  return started([["-c", code, rank, count, at, *arguments] for rank in range(count)], devices)
 
 
 def ended(processes, timeout=300):
@@ -47,8 +56,8 @@ def ended(processes, timeout=300):
       process.kill()
 
 
-def output(program, count, *arguments, **how):
+def output(program, count, *arguments, devices=1, timeout=300):
   """What each process of a program that ends well has printed."""
-  results = ended(start(program, count, *arguments, **how))
+  results = ended(start(program, count, *arguments, devices=devices), timeout)
   assert all(status == 0 for status, *_ in results), "\n".join(x[2][-3000:] for x in results)
   return [out for _, out, _ in results]

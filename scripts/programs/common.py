@@ -3,6 +3,7 @@
 JAX is imported where it is used: the help of a program does without it.
 """
 
+import dataclasses
 import functools
 import gc
 import io
@@ -18,7 +19,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import numpy as np
@@ -30,6 +31,8 @@ from kvjax.models.io.fetch import cache_dir
 from kvjax.programs import console
 
 if TYPE_CHECKING:
+  from jax.sharding import Mesh
+
   from kvjax.models.io.tokenizer import Tokenizer
   from kvjax.models.nn.transformer import Transformer
 
@@ -48,6 +51,56 @@ def choice() -> Any:
 
 # How every program takes a model: as `convert.checkpoint` does, or None for the default one.
 Checkpoint = Annotated[pathlib.Path | None, optional("MODEL")]
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """The devices that a model is spread over, and the processes that they belong to."""
+
+  mesh: Annotated[tuple[int, int] | None, optional("HEADS SLOTS")] = None
+  """Devices to split key/value heads over, and to split slots over; by default one, or heads over
+  all devices of several processes."""
+  coordinator: Annotated[str | None, optional("HOST:PORT")] = None
+  """Address at which the first of several processes waits for the others, or "auto" under SLURM or
+  Open MPI. All run the same command; the first one reads prompts and writes answers."""
+  processes: Annotated[int | None, optional("COUNT")] = None
+  """Number of processes."""
+  process: Annotated[int | None, optional("NUMBER")] = None
+  """Number of this process, from 0 on."""
+
+  def made(self) -> "Mesh | None":
+    """The mesh; None: one device."""
+    import jax
+
+    import kvjax
+
+    if self.mesh is not None:
+      return kvjax.make_mesh(*self.mesh)
+    return kvjax.make_mesh(heads=jax.device_count()) if jax.process_count() > 1 else None
+
+
+@contextmanager
+def _connected(args: Any) -> Iterator[None]:
+  """Connects with the other processes of `Devices`, if there are some; an error on one ends all."""
+  devices = getattr(args, "devices", Devices())
+  if devices.coordinator is None:
+    yield
+    return
+  import jax
+
+  from kvjax.runtime import processes
+
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  if devices.coordinator == "auto":
+    jax.distributed.initialize()
+  else:
+    jax.distributed.initialize(devices.coordinator, devices.processes, devices.process)
+  with processes.together(), _one_line_errors():
+    if jax.process_index() == 0:
+      yield
+      return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+      yield
 
 
 def parse(args: type, name: str, given: Sequence[str] | None = None) -> Any:
@@ -81,7 +134,9 @@ def run(
     given: what they typed after it; by default the command line.
   """
   with one_line_errors():
-    status = main(parse(args, command or _started(main), given))
+    parsed = parse(args, command or _started(main), given)
+    with _connected(parsed):
+      status = main(parsed)
   if status:
     sys.exit(status)
 
@@ -253,17 +308,30 @@ def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) 
 
 
 def load_model(
-  checkpoint: pathlib.Path | None, impl: str = "auto", *, out: TextIO | None = None
+  checkpoint: pathlib.Path | None,
+  impl: str = "auto",
+  *,
+  out: TextIO | None = None,
+  mesh: "Mesh | None" = None,
 ) -> tuple["Transformer", "Tokenizer"]:
   """A model that `convert.load` takes; by default SmolLM2-135M-Instruct. Converted once."""
-  from kvjax.models.io import convert
+  import jax
 
-  if checkpoint is None:
+  from kvjax.models.io import convert
+  from kvjax.runtime import processes
+
+  def converted() -> str:
+    if checkpoint is not None:
+      return str(convert.checkpoint(checkpoint))
     with console.step("SmolLM2-135M-Instruct: fetched and converted the first time", out):
-      checkpoint = convert.default_checkpoint(progress=False)
-  name, checkpoint = checkpoint.name, convert.checkpoint(checkpoint)
+      return str(convert.default_checkpoint(progress=False))
+
+  path = processes.of_first(converted)
+  if jax.process_index() > 0:  # there by now, unless its host keeps a cache folder of its own
+    path = converted()
+  name = "SmolLM2-135M-Instruct" if checkpoint is None else checkpoint.name
   with console.step(f"loading {name}", out) as step:
-    model, tokenizer = convert.load(checkpoint, impl=impl)
+    model, tokenizer = convert.load(path, impl=impl, mesh=mesh)
     step.note(model.dtype.name)
   return model, tokenizer
 

@@ -5,10 +5,14 @@
     kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
     kvjax generate "Name three rivers." --json | jq .cache_bytes
     kvjax generate --file questions.txt --rows 16 > answers.jsonl
+    kvjax generate "Name three rivers." --mesh 2 1
 
 The text goes to standard output, everything else to standard error, so the output can be piped.
 With --file each line is a prompt, in a .jsonl file an object with "prompt" or "messages"; answers
 are JSON lines in the order in which they end. A row that is free takes the next prompt.
+
+With --mesh the model is spread over several devices, with --coordinator over those of several
+processes and hosts, all of which run the same command.
 """
 
 import dataclasses
@@ -29,6 +33,7 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, context, many, turn
+from kvjax.runtime import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,9 @@ class Args:
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
   SmolLM2-135M-Instruct by default."""
+  devices: tyro.conf.OmitArgPrefixes[common.Devices] = dataclasses.field(
+    default_factory=common.Devices
+  )
 
 
 def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, Any]) -> list[int]:
@@ -92,10 +100,22 @@ def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, A
   return tokenizer.chat(messages, **given)
 
 
+def load(args: Args) -> tuple[Transformer, Tokenizer]:
+  return common.load_model(args.checkpoint, args.impl, out=sys.stderr, mesh=args.devices.made())
+
+
+def text_of(args: Args) -> str:
+  """The one prompt."""
+  prompt = common.read_stdin() if args.prompt == "-" else str(args.prompt)
+  if not prompt.strip():
+    raise ValueError(f"PROMPT: found {prompt!r}, expected a text")
+  return prompt
+
+
 def answer_file(args: Args, method: Method, sampling: Sampling, given: Mapping[str, Any]) -> int:
   """Answers all prompts of a file; the status is 1 where one failed."""
-  prompts = many.read(args.file)
-  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  prompts = processes.of_first(lambda: many.read(args.file))
+  model, tokenizer = load(args)
   how = {"rows": args.rows, "steps": args.steps, "sampling": sampling, "seed": args.seed}
   how |= {"stop": args.stop, "chunk": args.prefill_chunk}
   how |= {"encode": lambda prompt: encoded(tokenizer, prompt, args, given)}
@@ -117,7 +137,7 @@ def answer(
   args: Args,
 ) -> None:
   """Answers one prompt: its text as it comes, or with --json what is known in the end."""
-  spec = model.spec(1, -(-len(ids) // 64) * 64 + args.steps)
+  spec = model.spec(1, many.rounded(-(-len(ids) // 64) * 64 + args.steps, model))
   context.check_room(method, spec)
   what = f"the prompt and --steps {args.steps}"
   turn.check_context(model, method, 0, len(ids) + args.steps, what)
@@ -131,7 +151,7 @@ def answer(
     taken.written += int((tokens >= 0).sum())
 
   try:
-    caches = method.init_caches(spec)
+    caches = model.init_caches(method, spec.batch, spec.capacity)
     step = console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr)
     logits, caches = turn.read(model, ids, caches, method, taken, step, chunk=args.prefill_chunk)
     with taken.writing:
@@ -183,13 +203,12 @@ def main(args: Args) -> int | None:
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   if args.file is not None:
     return answer_file(args, method, sampling, arguments)
-  prompt = common.read_stdin() if args.prompt == "-" else str(args.prompt)
-  if not prompt.strip():
-    raise ValueError(f"PROMPT: found {prompt!r}, expected a text")
-  model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  prompt = processes.of_first(lambda: text_of(args))
+  model, tokenizer = load(args)
   if args.context_file is not None:
     how = {"system": args.system, "raw": args.raw, "arguments": arguments}
-    ids = context.encode(tokenizer, args.context_file, prompt, **how)
+    file = args.context_file
+    ids = processes.of_first(lambda: context.encode(tokenizer, file, prompt, **how))
   else:
     ids = encoded(tokenizer, prompt, args, arguments)
   answer(model, tokenizer, ids, method, sampling, args)

@@ -11,8 +11,15 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common
+from kvjax.runtime import sharding
 
 ROUND = 64  # tokens to which a row's room is rounded up
+
+
+def rounded(tokens: int, model: Transformer) -> int:
+  """The room of a row for so many tokens, which splits evenly over the devices of its slots."""
+  step = ROUND if model.mesh is None else ROUND * sharding.shards(model.mesh, "slots")
+  return -(-tokens // step) * step
 
 
 def read(path: pathlib.Path) -> dict[int, Any]:
@@ -99,7 +106,7 @@ def answers(
     model,
     method,
     rows=min(rows, len(encoded)),
-    capacity=-(-most // ROUND) * ROUND,
+    capacity=rounded(most, model),
     sampling=sampling,
     tokenizer=tokenizer,
     chunk=chunk,

@@ -1,66 +1,155 @@
 """A mesh over the devices of several processes: what each of them gets is what one device gives."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-PROGRAM = """
-import sys
-import jax
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
+import kvjax
+from kvjax.models.io import convert
+from tests import processes, tiny_gguf
+
+LOOP = """
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 import kvjax
 from kvjax.models.nn.config import ModelConfig
+from kvjax.models.decode.caches import restore, save, save_async
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.nn.parallel import shard
 from kvjax.models.nn.transformer import Transformer
+from kvjax.runtime.processes import of_first, together
+from tests.meshes import whole
 
-assert (len(jax.devices()), len(jax.local_devices())) == (4, 2)
+assert len(jax.devices()) == 4 and len(jax.local_devices()) == 4 // int(count)
 config = ModelConfig(vocab=64, dim=32, layers=2, heads=8, kv_heads=4, head_dim=8, ffn=64)
 model = Transformer(config, dtype=jnp.float32, impl="reference", rngs=nnx.Rngs(0))
-method = kvjax.H2O(budget=8)
-out = []
-for decoder in (model, shard(model, kvjax.make_mesh(heads=4))):
-  caches = decoder.init_caches(method, batch=1, capacity=32)
-  logits, caches = prefill(decoder, np.arange(1, 13)[None], np.array([12]), caches, method)
-  out.append(generate(decoder, logits, caches, method, steps=6, return_logits=True)[0])
-np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
-np.testing.assert_allclose(out[0].logits, out[1].logits, atol=1e-4)
-print("alike")
+method, mesh, out = kvjax.H2O(budget=8), kvjax.make_mesh(heads=4), []
+with together():
+  prompt = of_first(lambda: list(range(1, 13)))
+  for decoder in (model, shard(model, mesh)):
+    caches = decoder.init_caches(method, batch=1, capacity=32)
+    state = prefill(decoder, np.array([prompt]), np.array([12]), caches, method)
+    if decoder.mesh is not None:
+      kept = whole(state)
+      saving = save_async(arguments[0], *state, method, decoder.spec(1, 32))
+    out.append(generate(decoder, *state, method, steps=6, return_logits=True)[0])
+  np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
+  np.testing.assert_allclose(out[0].logits, out[1].logits, atol=1e-4)
+  for to in (mesh, None):  # also the whole of it, by each process
+    found = restore(saving.wait(), method, model.spec(1, 32), mesh=to)
+    jax.tree.map(np.testing.assert_array_equal, whole(found), kept)
+  again = generate(model, *found, method, steps=6)[0]
+  np.testing.assert_array_equal(again.tokens, out[0].tokens)
+  print("alike")
 """
 
 
 @pytest.mark.slow
-def test_two_processes_of_two_devices():
-  """Each passes the same model and the same tokens, and reads the same text."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  flags = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
-  environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROGRAM, str(rank), str(port)],
-      cwd=ROOT,
-      env=environment,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
+@pytest.mark.parametrize("count", [2, 4])
+def test_own_loops(tmp_path, count):
+  """The same text everywhere; caches saved by all meanwhile, and restored in parts and whole."""
+  for said in processes.output(LOOP, count, tmp_path / "x", devices=4 // count):
+    assert said.endswith("alike\n")
+  assert [path.name for path in (tmp_path / "x").iterdir()] == ["1"]
+
+
+LAWS = """
+import pytest
+from kvjax import METHODS
+from tests.devices import test_sharding as laws
+
+for name in arguments[2:]:
   try:
-    for process in processes:
-      said, errors = process.communicate(timeout=300)
-      assert process.returncode == 0 and said.endswith("alike\n"), errors
-  finally:
-    for process in processes:
-      process.kill()
+    laws.check(name, (int(arguments[0]), int(arguments[1])))
+  except pytest.skip.Exception:  # refused, as it says
+    pass
+print("held")
+"""
+SPREAD = [n for n, x in kvjax.METHODS.items() if kvjax.settings.example(x, 12).traits.spreads]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("mesh", "names"),
+  [
+    ((2, 1), ["full", "h2o", "kivi"]),
+    ((2, 2), ["quest"]),
+    pytest.param((2, 1), list(kvjax.METHODS), marks=pytest.mark.sweep),
+    pytest.param((1, 2), SPREAD, marks=pytest.mark.sweep),
+  ],
+)
+def test_laws_of_sharding(mesh, names):
+  """Logits of one device, no collective of a cache, caches in place: a device to a process."""
+  for said in processes.output(LAWS, mesh[0] * mesh[1], *mesh, *names, timeout=1200):
+    assert said.endswith("held\n")
+
+
+def generated(count, *arguments, devices=1):
+  """Status, standard output and standard error of `kvjax generate` in each process."""
+  at = processes.port()
+  there = ["--coordinator", f"localhost:{at}", "--processes", count, "--process"]
+  commands = [["-m", "kvjax", "generate", *arguments, *there, i] for i in range(count)]
+  commands = commands if count > 1 else [["-m", "kvjax", "generate", *arguments]]
+  results = processes.ended(processes.started(commands, devices))
+  quiet = [[x for x in out.splitlines() if "[Gloo]" not in x] for _, out, _ in results]
+  return [(status, out, said) for (status, _, said), out in zip(results, quiet, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  root = tmp_path_factory.mktemp("model")
+  tiny_gguf.write(root / "x.gguf")
+  return convert.convert(root / "x.gguf", root / "x", to="orbax", progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["prompt", "file"])
+def test_generate(folder, tmp_path, form):
+  """Text of the first process alone, and the same from one, two and four."""
+  (tmp_path / "asked.txt").write_text("hello\nhello 12\nthe hello\n")
+  asked = ["hello 12"] if form == "prompt" else ["--file", tmp_path / "asked.txt", "--rows", 2]
+  asked += ["--checkpoint", folder, "--steps", 6, "--method", "quest:page=8", "--budget", 32]
+  asked += ["--temperature", 9.0]
+  wanted, *others = (
+    generated(count, *asked, *mesh) for count, mesh in ((1, []), (2, []), (4, ["--mesh", 2, 2]))
+  )
+  assert wanted[0][0] == 0 and "".join(wanted[0][1])
+  for (status, text, said), *rest in others:
+    assert status == 0 and text == wanted[0][1], said
+    assert all(x == (0, [], "") for x in rest), rest
+
+
+@pytest.mark.slow
+def test_an_error_of_one_program_ends_all(folder):
+  """Only the first process reads the prompt, and finds it empty."""
+  for status, text, said in generated(2, " ", "--checkpoint", folder):
+    assert (status, text) == (1, []) and "error: PROMPT: found ' ', expected a text\n" in said
+
+
+ERROR = """
+import numpy as np
+import kvjax
+from jax.sharding import NamedSharding, PartitionSpec
+from kvjax.runtime.processes import together
+failing, how = arguments
+split = NamedSharding(kvjax.make_mesh(heads=int(count)), PartitionSpec("heads"))
+x, total = jax.device_put(np.arange(8.0), split), jax.jit(lambda x: x.sum())
+with together():
+  for i in range(10_000_000):  # until it ends
+    total(x).block_until_ready()
+    if i == 3 and rank == failing:
+      sys.exit("error: because") if how == "exit" else 1 / 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("count", "failing", "how"), [(2, 0, "raise"), (2, 1, "exit"), (4, 0, "exit"), (4, 2, "raise")]
+)
+def test_an_error_of_one_ends_all(count, failing, how):
+  """Within seconds, while the others wait for it in a collective, and all print it."""
+  text = "error: because" if how == "exit" else "ZeroDivisionError: division by zero"
+  results = processes.ended(processes.start(ERROR, count, failing, how), timeout=100)
+  for rank, (status, _, said) in enumerate(results):
+    assert status == 1 and "\n".join(said.splitlines()[-1:]) == (
+      text if rank == failing else f"process {failing}: {text}"
+    )

@@ -26,7 +26,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives.codes import unpacked
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
-from tests.meshes import CONFIG, GPU, mesh_of, model
+from tests.meshes import CONFIG, GPU, mesh_of, model, whole
 
 BUDGET, CAPACITY, STEPS = 12, 64, 3
 LENGTHS = np.array([60, 37], np.int32)  # tokens on every device that slots are split over
@@ -101,14 +101,14 @@ def ran(method, heads=0, slots=1):
   lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, TOKENS[:, 0], live)
   compiled = lowered.compile()
   coded = isinstance(method, Coded)
-  out, stored = [first], [jax.tree.map(np.asarray, caches)] if coded else []
+  out, stored = [first], [whole(caches)] if coded else []
   for i in range(STEPS):
     if coded and heads:  # each step from what one device has stored
       alone = ran(method).caches[i]
       caches = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), alone, caches)
     logits, caches = compiled(leaves, caches, TOKENS[np.arange(2), LENGTHS + i], live)
     out.append(logits)
-    stored += [jax.tree.map(np.asarray, caches)] if coded else []
+    stored += [whole(caches)] if coded else []
   return Ran(
     np.stack(out, 1),
     collectives(compiled.as_text()),

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
   *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/methods/README.md"),
   *("kvjax/README.md", "models/README.md", "models/decode/README.md", "pallas_kernels/README.md"),
-  *("scripts/README.md", "tests/README.md"),
+  *("models/processes.md", "scripts/README.md", "tests/README.md"),
   *(f"kvjax/design/{path.name}" for path in (ROOT / "kvjax/design").glob("*.md")),
   *(f"scripts/results/{path.name}" for path in (ROOT / "scripts/results").glob("*.md")),
 ]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.core.cache import CacheSpec
 from kvjax.families.method import Method
@@ -38,7 +38,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-  spec: CacheSpec, method: Method, mesh: Mesh | None = None, *, apart: bool | None = None
+  spec: CacheSpec,
+  method: Method,
+  mesh: Mesh | AbstractMesh | None = None,
+  *,
+  apart: bool | None = None,
 ) -> MemoryPlan:
   """Bytes that `method.init_caches(spec)` will take. Nothing is allocated.
 
@@ -50,7 +54,8 @@ def plan_memory(
   Args:
     spec: sizes, as `Transformer.spec` gives them.
     method: the KV-cache method.
-    mesh: the devices that the caches are split over (None: one).
+    mesh: the devices that the caches are split over (None: one). For some that are not here,
+      `jax.sharding.AbstractMesh((heads, slots), ("heads", "slots"))` will do.
     apart: whether the host's memory is apart from the devices', as a GPU's is (None: as it is
       here).
 
@@ -133,7 +138,9 @@ def _explanation(
   )
 
 
-def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None) -> str:
+def fitting(
+  method: Method, spec: CacheSpec, room: int, mesh: Mesh | AbstractMesh | None = None
+) -> str:
   """In words, the largest setting whose caches fit in `room` bytes of each device."""
   budget = None if method.traits.positional else _budget(method)
   if budget is None:
@@ -155,7 +162,10 @@ def fitting(method: Method, spec: CacheSpec, room: int, mesh: Mesh | None = None
 
 
 def _largest(
-  make: Callable[[int], tuple[CacheSpec, Method]], most: int, room: int, mesh: Mesh | None
+  make: Callable[[int], tuple[CacheSpec, Method]],
+  most: int,
+  room: int,
+  mesh: Mesh | AbstractMesh | None,
 ) -> int:
   """The largest n up to `most` whose caches fit; 0 if none does."""
 

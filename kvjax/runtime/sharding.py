@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 from jax.experimental import checkify
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import Env
@@ -92,7 +92,7 @@ def spec_of(axes: Sequence[str | None]) -> PartitionSpec:
   return PartitionSpec(*(RULES.get(axis) if axis else None for axis in axes))
 
 
-def shards(mesh: Mesh, axis: str) -> int:
+def shards(mesh: Mesh | AbstractMesh, axis: str) -> int:
   """Into how many parts a logical axis is split."""
   return int(np.prod([mesh.shape[name] for name in RULES.get(axis, ())], dtype=int))
 
@@ -134,7 +134,7 @@ def cache_specs(caches: Any, method: Method) -> Any:
   return jax.tree.map(of, caches, is_leaf=lambda x: isinstance(x, Cache))
 
 
-def named(mesh: Mesh, specs: Any) -> Any:
+def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
   """Shardings of a tree of specs."""
   is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
@@ -175,7 +175,7 @@ def checked_shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_spec
   return call
 
 
-def check_supported(method: Method, mesh: Mesh) -> None:
+def check_supported(method: Method, mesh: Mesh | AbstractMesh) -> None:
   """Raises NotImplementedError where a method does not run with its slots split over devices."""
   if mesh.shape[SLOTS] > 1 and not method.traits.spreads:
     raise NotImplementedError(
@@ -184,14 +184,14 @@ def check_supported(method: Method, mesh: Mesh) -> None:
     )
 
 
-def check_heads(method: Method, spec: CacheSpec, mesh: Mesh) -> None:
+def check_heads(method: Method, spec: CacheSpec, mesh: Mesh | AbstractMesh) -> None:
   """Raises ValueError where a method's heads cannot be split over the devices of the mesh."""
   uneven, parts = method.traits.uneven, shards(mesh, "kv_heads")
   if uneven is not None and parts > 1 and (why := uneven(spec, parts)):
     raise ValueError(f"mesh: found heads split over {parts} devices for {method!r}, {why}")
 
 
-def check_windows(windows: Sequence[int | None], mesh: Mesh) -> None:
+def check_windows(windows: Sequence[int | None], mesh: Mesh | AbstractMesh) -> None:
   """Raises NotImplementedError for layers with a window where slots are split over devices."""
   if mesh.shape[SLOTS] > 1 and any(windows):
     raise NotImplementedError(

@@ -24,12 +24,12 @@ CONFIG = PRESETS[NAME]
 H100 = 80 << 30
 
 
-def abstract(layers):
+def abstract(layers, heads=DEVICES, slots=1):
   """The decoder on its mesh, shapes and places only."""
   config = dataclasses.replace(CONFIG, layers=layers)
   made = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
   place = lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)  # noqa: E731
-  return parallel.placed(made, kvjax.make_mesh(heads=DEVICES), place)
+  return parallel.placed(made, kvjax.make_mesh(heads, slots), place)
 
 
 def methods(name):
@@ -52,26 +52,47 @@ def test_70b_fits_on_four_devices(name):
     assert weights + caches < 0.8 * H100
 
 
+def step_of(model, method):
+  """A decode step of the model, lowered for its mesh."""
+  graph, state = nnx.split(model)
+  leaves, tree = jax.tree.flatten(state)
+  form = Form(graph, tree)
+  caches = jax.eval_shape(lambda: method.init_caches(model.spec(BATCH, TOKENS + e2e.STEPS)))
+  where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
+  caches = jax.tree.map(lambda x, to: x.update(sharding=to), caches, where)
+
+  def step(leaves, caches, token):
+    return join(form, leaves).decode(token, caches, method)
+
+  token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+  return jax.jit(step, donate_argnums=1).lower(leaves, caches, token)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", scale.GAINS)
 def test_steps_of_70b_lower(name):
   """Two of its layers, as each of four devices runs them: two all-reduces each, and one before."""
-  model = abstract(2)
-  graph, state = nnx.split(model)
-  leaves, tree = jax.tree.flatten(state)
-  form = Form(graph, tree)
-  token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
   for method in methods(name):
-    caches = jax.eval_shape(lambda m=method: m.init_caches(model.spec(BATCH, TOKENS + e2e.STEPS)))
-    where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
-    caches = jax.tree.map(lambda x, to: x.update(sharding=to), caches, where)
-
-    def step(leaves, caches, token, method=method):
-      return join(form, leaves).decode(token, caches, method)
-
-    lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, token)
+    lowered = step_of(abstract(2), method)
     assert lowered.out_info[0].shape == (BATCH, CONFIG.vocab)
     assert lowered.as_text().count("stablehlo.all_reduce") == 2 * 2 + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "quest"])
+@pytest.mark.parametrize(("heads", "slots"), [(8, 1), (4, 2)])
+def test_the_plan_of_70b_is_what_its_step_is_compiled_for(name, heads, slots):
+  """Caches and weights of two layers, by heads and by slots; the devices need not be there."""
+  model = abstract(2, heads, slots)
+  method = kvjax.settings.example(METHODS[name], TOKENS // scale.KEPT)
+  mesh = jax.sharding.AbstractMesh((heads, slots), ("heads", "slots"))
+  plan = kvjax.plan_memory(model.spec(BATCH, TOKENS + e2e.STEPS), method, mesh).device
+  memory = step_of(model, method).compile().memory_analysis()
+  tokens = BATCH * 4
+  assert memory.argument_size_in_bytes == pytest.approx(
+    model.weight_bytes() + plan + tokens, abs=1024
+  )
+  assert memory.alias_size_in_bytes == pytest.approx(plan, abs=1024)
 
 
 def test_weights_and_caches_are_made_where_they_belong():

@@ -5,6 +5,7 @@ import pytest
 import kvjax
 from kvjax.models.io import convert
 from tests import processes, tiny_gguf
+from tests.sharded import SPREAD
 
 LOOP = """
 import jax.numpy as jnp
@@ -55,16 +56,15 @@ def test_own_loops(tmp_path, count):
 LAWS = """
 import pytest
 from kvjax import METHODS
-from tests.devices import test_sharding as laws
+from tests import sharded
 
 for name in arguments[2:]:
   try:
-    laws.check(name, (int(arguments[0]), int(arguments[1])))
+    sharded.check(name, (int(arguments[0]), int(arguments[1])))
   except pytest.skip.Exception:  # refused, as it says
     pass
 print("held")
 """
-SPREAD = [n for n, x in kvjax.METHODS.items() if kvjax.settings.example(x, 12).traits.spreads]
 
 
 @pytest.mark.slow

@@ -107,7 +107,11 @@ def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
 
 
 def check_alike(live: Caches, new: Caches) -> None:
-  """Raises unless both were laid out alike but for the number of rows."""
+  """Compares two caches, which may differ in their rows.
+
+  Raises:
+    ValueError: they were laid out otherwise.
+  """
   if len(live) != len(new):
     raise ValueError(f"new: found {len(new)} layers, expected {len(live)} as in live")
   for layer, (mine, other) in enumerate(zip(live, new, strict=True)):

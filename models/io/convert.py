@@ -195,7 +195,7 @@ def load(
   there = sum(1 for _ in (path / "items").glob(f"*.{kind}"))
   if config.layers > there:  # before so many are made room for
     raise FileNotFoundError(
-      f"{path / 'items'}: found {there} of {kind}, expected {config.layers} layers and 2 more"
+      f"{path / 'items'}: found {there} {kind} items, expected {config.layers} layers and 2 more"
     )
   for file in sorted(path.glob("*.json")):
     files.check_begin(file)

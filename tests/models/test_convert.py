@@ -21,7 +21,6 @@ from kvjax.models.io import convert, items
 from kvjax.models.io.families import rotary_order
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
-from kvjax.programs import shapes
 from scripts.examples import tiny
 from tests import tiny_gguf
 
@@ -339,8 +338,6 @@ def test_what_is_not_converted_names_the_command(tmp_path):
       assert said.endswith(f": kvjax convert {named} FOLDER makes one")
   with pytest.raises(ValueError, match="as 'kvjax convert' writes it"):
     Tokenizer.load(source)
-  with pytest.raises(ValueError, match=r"--model: .*kvjax convert hf:owner/name FOLDER makes one"):
-    shapes.shape("owner/name")
 
 
 @pytest.mark.parametrize(

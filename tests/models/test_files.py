@@ -124,7 +124,9 @@ def test_more_layers_than_the_folder_has(copy):
   description = json.loads(path.read_text())
   description["model"]["layers"] = 10**9
   path.write_text(json.dumps(description))
-  with pytest.raises(FileNotFoundError, match=r"items: found 5 files, expected 1000000000 layers"):
+  with pytest.raises(
+    FileNotFoundError, match=r"items: found 5 safetensors items, expected 1000000000 layers and 2"
+  ):
     convert.load(copy / "made")
 
 

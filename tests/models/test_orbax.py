@@ -62,7 +62,7 @@ def test_other_kinds_are_refused(copy, tmp_path):
   assert description["items"] == "orbax"
   for kind, error, says in (
     ("zip", ValueError, r"config\.json: items: found 'zip', expected one of safetensors"),
-    ("safetensors", FileNotFoundError, "items: found 0 of safetensors, expected 3 layers"),
+    ("safetensors", FileNotFoundError, "items: found 0 safetensors items, expected 3 layers"),
   ):
     (copy / "config.json").write_text(json.dumps({**description, "items": kind}))
     with pytest.raises(error, match=says):

@@ -475,7 +475,7 @@ def test_caches_of_dense_layers_are_not_stacked():
   sizes = {"batch": 1, "capacity": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "layers": 4}
   stacked = kvjax.stacked(kvjax.empty_caches(kvjax.Quest(16, dense_layers=0), **sizes))
   assert stacked.layer is None
-  with pytest.raises(ValueError, match=r"alike: unroll them, or set dense_layers=0$"):
+  with pytest.raises(ValueError, match=r"equal layers: unroll them, or set dense_layers=0$"):
     kvjax.stacked(kvjax.empty_caches(kvjax.Quest(16), **sizes))
 
 

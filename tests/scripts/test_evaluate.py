@@ -789,7 +789,9 @@ def test_other_data_is_refused(loaded, tmp_path, monkeypatch, changed, what):
     if name == "others":  # another method's rows on the other data
       mine = [{**row, "method": "snapkv"} for row in store.read(tmp_path / "other")]
       folder_of(kvjax.__version__, tmp_path / name, mine, store.settings_of(tmp_path / "other"))
-    with pytest.raises(ValueError, match=rf"{name}: gsm8k_chat at 300 .*: found {what} = '\w+' be"):
+    with pytest.raises(
+      ValueError, match=rf"{name}: gsm8k_chat at 300 .*: found {what} = '\w+', but"
+    ):
       merge(tmp_path / f"merged {name}", tmp_path / "out", tmp_path / name)
 
 

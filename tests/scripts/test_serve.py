@@ -78,9 +78,11 @@ def served():
 def alone(prompts, sampling=Sampling(), seed=0, steps=8, **how):  # noqa: B008
   """Texts of `kvjax generate --file`."""
   method = labels.instance(METHOD, 16)
-  ids = [TINY[1].encode(text, bos=False) for text in prompts]
+  how = {"encode": lambda text: TINY[1].encode(text, bos=False), "chunk": None, **how}
   how = {"rows": 2, "steps": steps, "sampling": sampling, "seed": seed, "stop": (), **how}
-  said = {x["index"]: x["text"] for x in many.answers(*TINY, method, ids, chunk=None, **how)}
+  said = {
+    x["index"]: x["text"] for x in many.answers(*TINY, method, dict(enumerate(prompts)), **how)
+  }
   return [said[i] for i in range(len(prompts))]
 
 

@@ -129,6 +129,13 @@ def resize(slots: Slots, size: int) -> Slots:
   return {name: fit(x, -1 if name == "pos" else 0) for name, x in slots.items()}
 
 
+def sparing(
+  score: Float[Array, "B K S"], pos: Int[Array, "B K S"], end: Int[Array, " B"], recent: int
+) -> Float[Array, "B K S"]:
+  """The scores, infinite for the `recent` newest tokens before position `end`."""
+  return jnp.where(pos >= (end - recent)[:, None, None], jnp.inf, score) if recent else score
+
+
 def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
   """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest.
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache
 from kvjax.core.context import At, Turn
+from kvjax.core.fields import expect, least
 from kvjax.families.bounded import Bounded
 from kvjax.families.method import Method
 
@@ -22,13 +23,22 @@ class KeyDiff(Bounded):
 
   Attributes:
     budget: tokens kept per KV head.
+    recent: newest tokens that stay; the paper protects none.
   """
 
+  recent: int = least(0, 0)
+
+  def __post_init__(self):
+    expect(self, "budget", self.budget > self.recent, f"more than recent = {self.recent}")
+
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
-    return slots.lowest(self._score(cache.slots["k"], cache.pos), cache.pos)
+    score = self._score(cache.slots["k"], cache.pos)
+    return slots.lowest(slots.sparing(score, cache.pos, cache.seen + 1, self.recent), cache.pos)
 
   def rank(self, at: At, turn: Turn) -> tuple[Float[Array, "B K S"], slots.Slots]:
-    return self._score(turn.staged["k"], turn.staged["pos"]), turn.staged
+    k, pos = turn.staged["k"], turn.staged["pos"]
+    end = pos[:, 0].max(-1) + 1
+    return slots.sparing(self._score(k, pos), pos, end, self.recent), turn.staged
 
   def _score(self, k: Float[Array, "B K S H"], pos: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
     """−cos(k, a) over the tokens that are there; 0 where either is zero."""

@@ -1,6 +1,7 @@
 """KeyDiff against sums of pairwise cosines, which rank as its anchor does."""
 
 import numpy as np
+import pytest
 
 from kvjax import KeyDiff
 from kvjax.testing.layer import Layer, Stream
@@ -44,22 +45,25 @@ def test_a_zero_key_is_like_nothing():
   assert 5 in np.asarray(layer.cache.pos)[0, 0]
 
 
-def test_kept_sets_over_a_generation():
-  """The most like the others leaves."""
+@pytest.mark.parametrize("recent", [0, 4])
+def test_kept_sets_over_a_generation(recent):
+  """The most like the others leaves, of those that are not among the newest."""
   budget, lengths = 9, [16, 5]
   stream = Stream.random(4, tokens=70)
-  layer = Layer(KeyDiff(budget), stream, capacity=70)
+  layer = Layer(KeyDiff(budget, recent=recent), stream, capacity=70)
   layer.prefill(lengths)
   lists = {}
   for b, n in enumerate(lengths):
     for h in range(3):
-      order = np.argsort(likeness(keys(stream, b, h, range(n))), kind="stable")
-      lists[b, h] = sorted(order[:budget].tolist())
+      like = likeness(keys(stream, b, h, range(n)))
+      order = sorted(range(n), key=lambda j, like=like, n=n: (j < n - recent, like[j]))
+      lists[b, h] = sorted(order[:budget])
 
   def kept(b, h, t):
     mine = lists[b, h]
     if len(mine) == budget:
-      del mine[int(np.argmax(likeness(keys(stream, b, h, mine))))]
+      like = likeness(keys(stream, b, h, mine))
+      del mine[max((i for i, j in enumerate(mine) if j <= t - recent), key=lambda i: like[i])]
     mine.append(t)
     return mine
 

@@ -1,6 +1,7 @@
 """Knorm against its definition: the longest keys leave, of a prompt and in each step."""
 
 import numpy as np
+import pytest
 
 from kvjax import CacheSpec, Knorm
 from kvjax.testing.layer import Layer, Stream
@@ -31,14 +32,15 @@ def test_scale_of_a_head_and_rotation_change_nothing():
   np.testing.assert_array_equal(*kept)
 
 
-def test_kept_sets_over_a_generation():
+@pytest.mark.parametrize("recent", [0, 4])
+def test_kept_sets_over_a_generation(recent):
   budget, lengths = 9, [16, 5]
   stream = Stream.random(2, tokens=70)
-  layer = Layer(Knorm(budget), stream, capacity=70)
+  layer = Layer(Knorm(budget, recent=recent), stream, capacity=70)
   layer.prefill(lengths)
   norms = np.linalg.norm(np.float64(stream.k), axis=-1)
   lists = {
-    (b, h): sorted(range(n), key=lambda j, b=b, h=h: norms[b, h, j])[:budget]
+    (b, h): sorted(range(n), key=lambda j, b=b, h=h, n=n: (j < n - recent, norms[b, h, j]))[:budget]
     for b, n in enumerate(lengths)
     for h in range(3)
   }
@@ -46,7 +48,8 @@ def test_kept_sets_over_a_generation():
   def kept(b, h, t):
     mine = lists[b, h]
     if len(mine) == budget:
-      mine.remove(max(mine, key=lambda j: norms[b, h, j]))
+      older = [j for j in mine if j <= t - recent]
+      mine.remove(max(older, key=lambda j: norms[b, h, j]))
     mine.append(t)
     return mine
 

@@ -4,10 +4,12 @@ import dataclasses
 import functools
 import io
 import os
+import pathlib
 import pty
 import select
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -243,6 +245,14 @@ common.run(chat.main, chat.Args, command="chat", given=["--steps", "3000", "--le
   def type(self, data):
     os.write(self.end, data)
 
+  def interrupt(self):
+    """Ctrl-C, once it waits for a key: between the prompt and that, Python's readline is deaf."""
+    stat, asleep = pathlib.Path(f"/proc/{self.process.pid}/stat"), 0
+    while asleep < 5:
+      asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
+      time.sleep(0.1)
+    self.type(b"\x03")
+
   def until(self, mark):
     """What it prints up to a mark."""
     while mark not in self._seen:
@@ -276,12 +286,12 @@ def test_on_a_terminal(typed):
   typed.type(b"\x03")
   assert "(stopped: the conversation" in typed.until(ready)
   for line in (b"/help\r", None):
-    typed.type(b"\x03")
+    typed.interrupt()
     typed.until(asks + ready)
     if line:
       typed.type(line)
       typed.until(ready)
-  typed.type(b"\x03")
+  typed.interrupt()
   assert typed.process.wait(60) == 0
 
 

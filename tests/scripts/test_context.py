@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import common, context
+from kvjax.programs import common, context, turn
 from kvjax.programs import generate as program
 from kvjax.testing.tiny import model
 from tests import tiny_tokenizers
@@ -106,8 +106,8 @@ def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
   """The program on a tiny model, writing to `out`; `fault` is raised after so many tokens."""
   monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: (model(), letters()))
 
-  def raising(name, after, callback, tokens_of):
-    real = getattr(program, name)
+  def raising(module, name, after, callback, tokens_of):
+    real = getattr(module, name)
 
     def fails(*args, **kwargs):
       tell, seen = kwargs.pop(callback), [0]
@@ -120,12 +120,14 @@ def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
 
       return real(*args, **{**kwargs, callback: count})
 
-    monkeypatch.setattr(program, name, fails)
+    monkeypatch.setattr(module, name, fails)
 
   if generated is not None:
-    raising("generate", generated, "on_chunk", lambda before, tokens: before + tokens.shape[1])
+    raising(
+      program, "generate", generated, "on_chunk", lambda before, tokens: before + tokens.shape[1]
+    )
   if read is not None:
-    raising("prefill", read, "on_chunk", lambda before, now, _: now)
+    raising(turn, "prefill", read, "on_chunk", lambda before, now, _: now)
   path = write(tmp_path, b"ABCDEFGH IJKLMNOP\n" * 12)
   monkeypatch.setattr(sys, "stdout", out)
   args = program.Args("WHO?", method="ltri", budget=24, context_file=path, steps=24, raw=True)

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
@@ -338,8 +339,16 @@ class Batcher:
     answers, self._answers = self._answers, []
     return answers
 
-  def step(self) -> None:
-    """Fills free rows from the queue, decodes a token of every row, reads one of steps before."""
+  def wait(self) -> None:
+    """Waits until the device has done all steps that are under way."""
+    jax.block_until_ready(self._device.logits)
+
+  def step(self) -> bool:
+    """Fills free rows from the queue, decodes a token of every row, reads one of steps before.
+
+    Returns:
+      Whether there was a row to decode for.
+    """
     self._admit()
     going = [x for x in self._rows if x is not None and x.steps < x.limit]
     if going:
@@ -352,6 +361,7 @@ class Batcher:
         self._rows[request.row] = None  # its last token is on its way
     if self._under_way and (len(self._under_way) > AHEAD or not going):
       self._read(*self._under_way.popleft())
+    return bool(going)
 
   def _admit(self) -> None:
     """Reads the prompts that have a row to go to; with `chunk`, a piece of one."""

@@ -237,6 +237,7 @@ def test_a_row_that_ends_makes_room(loaded, tmp_path, monkeypatch):
   said = {row["index"]: row for row in rows}
   assert [said[i]["answer_limit"] for i in range(len(limits))] == limits
   assert [said[i]["answer_tokens"] for i in range(len(limits))] == limits
+  assert all(said[i]["seconds"]["steps"] >= limits[i] for i in range(len(limits)))
   assert len(steps) <= sum(limits) / 2 + max(limits) < sum(map(max, limits[::2], limits[1::2]))
 
 

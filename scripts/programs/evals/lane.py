@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,7 @@ class Lane:
     """
     while not self._batch.free:
       yield from self._step()
+    self._timed(self._batch.wait)
     number = self._batch.insert(
       logits, caches, row, limit=limit, stop=self._ends, stop_strings=stop_strings, keep=keep
     )
@@ -88,11 +89,17 @@ class Lane:
       yield from self._step()
 
   def _step(self) -> list[Said]:
+    self._steps += self._timed(self._batch.step)
+    answers = self._batch.ready()
+    if answers:  # what comes next is not of these steps
+      self._timed(self._batch.wait)
+    return [self._said(answer) for answer in answers]
+
+  def _timed(self, run: Callable[[], Any]) -> Any:
     began = time.perf_counter()
-    self._batch.step()
+    made = run()
     self._clock += time.perf_counter() - began
-    self._steps += 1
-    return [self._said(answer) for answer in self._batch.ready()]
+    return made
 
   def _said(self, answer: Answer) -> Said:
     about, steps, clock = self._asked.pop(answer.request)

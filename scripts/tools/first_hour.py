@@ -22,10 +22,11 @@ HELP = """for name in $(python -c "from kvjax.programs import commands
 print(*commands.MODULES)"); do kvjax $name --help > help.txt && echo "$name: helps"; done"""
 PAGES = """python -c "import pathlib; from tests import readme
 print(readme.program(pathlib.Path('made'), 'from scripts.examples import tiny'))" > pages.py
-mkdir made && python pages.py && echo "pages: done" """
+mkdir made
+XLA_FLAGS=--xla_force_host_platform_device_count=2 python pages.py && echo "pages: done" """
 FOLDER = """python -c "import pathlib; from scripts.examples import tiny
-tiny.huggingface_folder(pathlib.Path('hf'))" && kvjax generate hello --checkpoint hf --steps 4
-kvjax convert hf made && ls made"""
+tiny.huggingface_folder(pathlib.Path('hf'))" && kvjax generate hello --checkpoint hf --steps 4 --raw
+kvjax convert hf converted && ls converted"""
 EVALUATE = "kvjax evaluate --tasks needle --methods snapkv --lengths 512 --samples 6 --out run"
 EXAMPLES = """for name in decode_loop batch compose memory quest_blocks; do
 python -m scripts.examples.$name && echo "$name: done"; done"""
@@ -45,7 +46,7 @@ TASKS = (
   Task("snippets of the first pages, tiny model", PAGES, "pages: done"),
   Task("chat, two messages", r"printf 'Name a lake.\n/quit\n' | kvjax chat --steps 16", r"\w"),
   Task("generate", "kvjax generate 'Name three rivers.' --steps 16 --json", '"cache_bytes"'),
-  Task("evaluate, killed", f"timeout -s KILL 45 {EVALUATE}; wc -l run/rows.jsonl", r"\d run"),
+  Task("evaluate, killed", f"timeout -s KILL 15 {EVALUATE}; wc -l run/rows.jsonl", r"\d run"),
   Task("evaluate, resumed", f"{EVALUATE} && wc -l run/rows.jsonl", "12 run"),
   Task(
     "advise: 8B, 128K, 80 GB",
@@ -87,7 +88,7 @@ def run(task: Task, folder: pathlib.Path) -> tuple[float, float, str]:
   """Seconds, CPU-seconds and output of a task."""
   tools = f'python() {{ "{sys.executable}" "$@"; }}; kvjax() {{ python -m kvjax "$@"; }}'
   # `timeout` starts a program, not a function.
-  command = task.command.replace("KILL 45 kvjax", f'KILL 45 "{sys.executable}" -m kvjax')
+  command = task.command.replace("KILL 15 kvjax", f'KILL 15 "{sys.executable}" -m kvjax')
   began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
   done = subprocess.run(
     ["bash", "-c", f"{tools}; {command}"],

@@ -53,7 +53,7 @@ def different_layers(method: Any) -> str:
 
 
 def remedy(method: Any) -> str:
-  """What to do with layers that differ, be it for a method's base."""
+  """The remedy for layers that differ, be it for a method's base."""
   own = getattr(method, "dense_layers", 0)
   if own and not getattr(method, "minds_depth", False):
     return "unroll them, or set dense_layers=0"

@@ -25,7 +25,7 @@ _WAIT = 10_000  # milliseconds for all to have seen it
 
 
 def of_first(make: Callable[[], Any]) -> Any:
-  """What `make` returns on the first process, on each of them: prompts, say, or settings.
+  """The result of `make` on the first process, on each of them: prompts, say, or settings.
 
   All processes have to call it; the others do not call `make`.
 

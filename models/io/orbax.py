@@ -171,7 +171,7 @@ def described(path: pathlib.Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _handler(limit: int | None = None) -> tuple[Any, Any]:
-  """What writes and reads for this process, which waits for no other one; and that it does so.
+  """Writer and reader of this process, which waits for no other one; and that it does so.
 
   `limit` are the bytes that are on their way from files to devices at a time.
   """

@@ -1,4 +1,4 @@
-"""What requests ask of an answer, in the names of generation libraries."""
+"""Wishes of requests for an answer, in the names of generation libraries."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Entry:
 
   @property
   def key(self) -> tuple[str, int | None]:
-    """What names its rows of results."""
+    """The name of its rows of results."""
     return self.label, self.budget
 
 

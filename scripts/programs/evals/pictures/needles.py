@@ -70,7 +70,7 @@ def _needle_map(rows: Rows) -> Figure:
 
 
 def _alike_in_tokens(rows: Rows) -> bool:
-  """Whether every length was run with the same budgets in tokens."""
+  """True if every length was run with the same budgets in tokens."""
   budgets: dict[int, set[int | None]] = {}
   for row in rows:
     budgets.setdefault(row["length"], set()).add(row["budget"])

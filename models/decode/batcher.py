@@ -262,6 +262,7 @@ class Batcher:
     if not self.free:
       raise RuntimeError(f"insert: found {self._count} rows that are held, expected a free one")
     checks.listed(caches)
+    checks.there(caches)
     check_alike(self._device.caches, caches)
     logits = checks.logits(logits, caches, self._model.config.vocab)
     count = logits.shape[0]

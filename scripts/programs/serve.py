@@ -236,7 +236,7 @@ class Service:
     yield "data: [DONE]\n\n"
 
   async def _body(self, request: requests.Request) -> dict[str, Any]:
-    """What the JSON object that was sent says; browsers do not send this type for other pages."""
+    """The JSON object that was sent; browsers do not send this type for other pages."""
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind != "application/json":
       raise HTTPException(415, f"content-type: found {kind!r}, expected 'application/json'")
@@ -266,7 +266,7 @@ async def _refused(request: requests.Request, error: Exception) -> responses.Res
 
 
 def server(args: Args) -> tuple[uvicorn.Server, Engine]:
-  """What answers while it runs, and its engine, to be closed after it."""
+  """The application that answers, and its engine, to be closed after it."""
   method = labels.instance(args.method, args.budget, "--method")
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   capacity = min(args.capacity, model.config.max_context)

@@ -40,7 +40,7 @@ class Turn:
   writing: Clock = dataclasses.field(default_factory=Clock)
 
   def said(self, caches: Caches) -> str:
-    """What it took, in words."""
+    """Its tokens, seconds and bytes, in words."""
     used, allocated = (size / 1e6 for size in bytes_of(caches))
     return (
       f"read {self.read:,} tokens in {self.reading.running:.1f} s, wrote {self.written} at "
@@ -124,7 +124,7 @@ def check_context(model: Transformer, method: Method, seen: int, new: int, what:
 
 
 def stopped(tokenizer: Tokenizer, tokens: list[int], limit: int, stop: Sequence[str]) -> bool:
-  """Whether an answer of at most `limit` tokens ended at a stop, be it with its last token."""
+  """True if an answer of at most `limit` tokens ended at a stop, be it with its last token."""
   text = RowText(tokenizer.stream(), stop)
   for token in tokens:
     text.feed(token)

@@ -34,7 +34,7 @@ python -m scripts.examples.$name && echo "$name: done"; done"""
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-  """What a user does: a command line of bash, and a pattern that its output has."""
+  """A step of a user: a command line of bash, and a pattern that its output has."""
 
   name: str
   command: str

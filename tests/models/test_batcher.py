@@ -261,6 +261,9 @@ def test_prompts_that_were_read_elsewhere():
     batcher(method).insert(logits, caches, 1, limit=3)
   with pytest.raises(ValueError, match="SnapKV"):
     batcher().insert(logits, caches, limit=3)
+  jax.tree.map(lambda x: x.delete(), caches)
+  with pytest.raises(ValueError, match="caches: found"):
+    batcher(method).insert(logits, caches, limit=3)
 
 
 def test_each_request_draws_in_its_own_way():

@@ -26,8 +26,8 @@ class Summary:
     share: cache_bytes over the full cache's.
     step_seconds: median seconds of a decode step of the whole batch, compilation excluded; None
       where every batch compiled.
-    prefill_seconds: median seconds in which a batch's prompts were read, for all methods that
-      shared that pass.
+    prefill_seconds: median seconds in which prompts were read at once (a fifth of a batch's, or of
+      given texts all of them), for all methods that shared that pass.
     batch: rows of those batches.
     visited: share of the tokens seen that the first step attended to, where rows have it.
     too_short: whether the method ends walks early and none of this length can be.
@@ -52,7 +52,7 @@ class Summary:
 
   @property
   def answered(self) -> bool:
-    """Whether the task is scored by answers, and not by what follows a given text."""
+    """True if the task is scored by answers, and not by what follows a given text."""
     return not self.also.keys() & {"kl", "bytes"}
 
 

@@ -245,12 +245,16 @@ common.run(chat.main, chat.Args, command="chat", given=["--steps", "3000", "--le
   def type(self, data):
     os.write(self.end, data)
 
-  def interrupt(self):
-    """Ctrl-C, once it waits for a key: between the prompt and that, Python's readline is deaf."""
+  def waits(self):
+    """Returns once it waits for a key: between the prompt and that, readline hears no signal."""
     stat, asleep = pathlib.Path(f"/proc/{self.process.pid}/stat"), 0
     while asleep < 5:
       asleep = asleep + 1 if stat.read_text().rpartition(")")[2].split()[0] == "S" else 0
       time.sleep(0.1)
+
+  def interrupt(self):
+    """Ctrl-C at the prompt."""
+    self.waits()
     self.type(b"\x03")
 
   def until(self, mark):
@@ -298,6 +302,7 @@ def test_on_a_terminal(typed):
 @pytest.mark.slow
 def test_a_terminated_conversation_ends_at_once(typed):
   typed.until(b"> ")
+  typed.waits()
   typed.process.terminate()
   assert "stopped" in typed.until(b"\r\n") + typed.until(b"\r\n")
   assert typed.process.wait(60) == 1

@@ -44,9 +44,17 @@ BY_XLA = ", XLA's kernel"  # without kvjax.compiler_options
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Those of `over_devices`, then 70B on as many devices as there are."""
-  counts = [n for n in DEVICES if n <= len(jax.devices()) and not quick]
-  counts = counts or [min(2, len(jax.devices()))]
+  """Those of `over_devices`, then 70B on as many devices as there are.
+
+  Raises:
+    ValueError: there is one device.
+  """
+  counts = [n for n in DEVICES[: 1 if quick else None] if n <= jax.device_count()]
+  if not counts:
+    raise ValueError(
+      f"scale: found 1 {jax.default_backend()} device, expected at least 2 (of a CPU: "
+      "XLA_FLAGS=--xla_force_host_platform_device_count=2)"
+    )
   yield from suites.suite(functools.partial(over_devices, counts))(quick, peers, only)
   yield from large_cases(quick, counts[-1], only)
 

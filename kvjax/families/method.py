@@ -33,7 +33,7 @@ from kvjax.core.plan import Attended, Plan, Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families import entrance, forms, sight
 from kvjax.families.shapes import parts, ranked
-from kvjax.ops import decode, insertion, shared_slots, slot_shards
+from kvjax.ops import attention, decode, insertion, shared_slots, slot_shards
 from kvjax.ops import prefill as prefill_ops
 from kvjax.primitives.once import once, without_kept
 
@@ -309,6 +309,8 @@ class Method:
     q, cache = entrance.enter_token(at, cache, q, k, v, live)
     visible = sight.visible(at, cache)
     plan, attended, carry = at.top.plan_and_attend(at, cache, q, visible, carry)
+    if plan.table is not None and at.top.traits.wants_logits:
+      attended = attention.at_slots(attended, cache.size)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = forms.overrides(at.top, "observe")
     counted = live & finite_rows(at, attended.state.l) if clean else live

@@ -4,6 +4,7 @@ Both accumulate in float32 and return the softmax state. The Pallas kernels are 
 these; `kvjax.ops` chooses between them.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -61,6 +62,19 @@ def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Atte
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
   state = softmax_state.of_logits(logits, v)
   return Attended(state, logits, view.slot, ok.sum(-1, dtype=jnp.int32))
+
+
+def at_slots(attended: Attended, size: int) -> Attended:
+  """The same with its logits [B, K, G, S] at the S = `size` slots of a cache, −inf at the others.
+
+  For statistics of every slot, after a plan that listed some.
+  """
+  assert attended.logits is not None and attended.slot is not None
+  batch, heads = (jnp.arange(n) for n in attended.slot.shape[:2])
+  place = batch[:, None, None], heads[:, None], slice(None), attended.slot  # that of none is S
+  empty = jnp.full((*attended.logits.shape[:3], size), -jnp.inf)
+  logits = empty.at[place].set(jnp.moveaxis(attended.logits, 2, 3), mode="drop")
+  return dataclasses.replace(attended, logits=logits, slot=None)
 
 
 def attend_shared(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:

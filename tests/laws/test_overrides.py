@@ -370,7 +370,11 @@ TABLE = [
   *(
     case("plan", base, even_tiles, prompt=PROMPT, unseen=("level", "trend"), slow=True)
     for base in FUSED
-    if not base.traits.wants_logits  # which are those of all slots
+    if not base.traits.wants_logits
+  ),
+  *(
+    case("plan", base, even_tiles, r"reads logits \(wants_logits\)", prompt=PROMPT, slow=True)
+    for base in (LongFlow(6, 2), METHODS["h2o"](6), TOVA(6))
   ),
   *(
     case("attend", base, TWICE, prompt=PROMPT, unseen=("level", "trend"), slow=True)

@@ -1,5 +1,6 @@
 """H2O against a NumPy float64 oracle that keeps lists: accumulated mass, kept sets, outputs."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -22,6 +23,25 @@ def test_worked_example():
     + [1 / 5 + 1 / 6, 1 / 6],
     rtol=1e-6,
   )
+
+
+class Newest(H2O):
+  """Reads the tile of two slots that the newest token is in."""
+
+  def plan(self, at, cache, q, visible, carry):
+    tile = jnp.broadcast_to((cache.used - 1) // 2, cache.pos.shape[:2])[..., None]
+    count = jnp.ones(tile.shape[:2], jnp.int32)
+    return visible.listed(tile.astype(jnp.int32), count, unit=2), carry
+
+
+def test_slots_that_a_plan_leaves_out_gather_nothing():
+  """Equal keys: each step gives its tile's tokens a half each, or the newest one all."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=2, tokens=5)
+  stream.k[:] = 0
+  layer = Layer(Newest(budget=8), stream)
+  for t in range(5):
+    layer.decode([t])
+  np.testing.assert_allclose(layer.cache.slots["mass"][0, 0, :5], [1.5, 0.5, 1.5, 0.5, 1.0])
 
 
 @pytest.mark.parametrize("cap", [None, pytest.param(1.5, marks=pytest.mark.slow)])

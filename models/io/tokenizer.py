@@ -384,7 +384,8 @@ class TextStream:
   """Turns ids into text as they come, never splitting a character.
 
   The texts of all `feed` calls and of `flush` concatenate to `Tokenizer.decode` of all ids. Bytes
-  of <0x..> tokens are text once another token follows: decoders take them together.
+  of <0x..> tokens are text once another token follows: decoders take them together. The
+  DecodeStream of `tokenizers` has no `flush`, and may hold back text after a broken character.
   """
 
   _left_out: Mapping[int, str] = {}

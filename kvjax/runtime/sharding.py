@@ -208,9 +208,14 @@ def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
     ValueError: key/value heads, or a layer's slots, are no multiple of the devices of their axis.
     NotImplementedError: the method does not run on such a mesh.
   """
-  shapes = jax.eval_shape(lambda: method.init_caches(spec))
-  where = placement(method, spec, mesh, shapes)
-  return jax.jit(lambda: method.init_caches(spec), out_shardings=where)()
+  return maker(method, spec, mesh)()
+
+
+@functools.lru_cache(64)  # programs: a batch makes caches for every prompt
+def maker(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
+  """The jitted function of `init_caches`; raises as it does."""
+  make = functools.partial(method.init_caches, spec)
+  return jax.jit(make, out_shardings=placement(method, spec, mesh, jax.eval_shape(make)))
 
 
 def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:

@@ -171,7 +171,7 @@ class Batcher:
     self._model, self._method, self._tokenizer = model, method, tokenizer
     self._sampling, self._logprobs = sampling, logprobs
     self._single = model.spec(1, checks.whole("capacity", capacity, 2))
-    caches = method.init_caches(dataclasses.replace(self._single, batch=rows))
+    caches = model.init_caches(method, rows, capacity)
     self._most = checks.capacity(caches, method)
     vocab = model.config.vocab
     stop = np.full((rows, STOPS), -1, np.int32)

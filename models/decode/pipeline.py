@@ -100,7 +100,7 @@ class Pipeline:
     if not ids:
       raise ValueError("prompt: found no prompt, expected a text, messages, or a list of them")
     tokens, lengths = pad(ids)
-    caches = self.method.init_caches(self.model.spec(len(ids), tokens.shape[1] + steps))
+    caches = self.model.init_caches(self.method, len(ids), tokens.shape[1] + steps)
     logits, caches = prefill(self.model, tokens, lengths, caches, self.method)
     out, _ = generate(
       self.model,

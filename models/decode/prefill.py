@@ -22,7 +22,7 @@ from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
-from kvjax.runtime import arguments
+from kvjax.runtime import arguments, sharding
 
 
 def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +57,7 @@ def pad(prompts: Sequence[Sequence[int]], *, multiple: int = 64) -> tuple[np.nda
 
 
 def empty(model: Transformer, method: Method, batch: int, capacity: int) -> Caches:
-  """`init_caches` in one dispatch, for those who make caches again and again.
+  """`Transformer.init_caches` in one dispatch, for those who make caches again and again.
 
   Args:
     model: the decoder.
@@ -65,6 +65,8 @@ def empty(model: Transformer, method: Method, batch: int, capacity: int) -> Cach
     batch, capacity: as `Transformer.spec` takes them.
   """
   spec = model.spec(batch, capacity)
+  if model.mesh is not None:
+    return sharding.init_caches(method, spec, model.mesh)
   if not by_layer.reads(model) or _hosts(method, spec):  # arrays have places of their own
     return method.init_caches(spec)
   return _init(method, spec)

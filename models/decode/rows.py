@@ -18,6 +18,7 @@ from kvjax.models.decode import checks
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
+from kvjax.runtime import sharding
 
 APART = {Layout.BRANCHED: "rows share a context"}  # why rows of such caches are not exchanged
 
@@ -71,7 +72,8 @@ def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Cac
   """
   chosen = _checked(live, rows)
   checks.laid_out(live, method, spec)
-  empty = method.init_caches(dataclasses.replace(spec, batch=1))
+  one, mesh = dataclasses.replace(spec, batch=1), getattr(live[0].seen.sharding, "mesh", None)
+  empty = method.init_caches(one) if mesh is None else sharding.init_caches(method, one, mesh)
   check_alike(live, empty)
   return put(live, chosen, empty, np.zeros_like(chosen))
 

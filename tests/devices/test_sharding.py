@@ -18,10 +18,13 @@ from jax.experimental import checkify
 
 import kvjax
 from kvjax import METHODS
+from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.generate import generate, join, prefill, split
+from kvjax.models.decode.rows import clear
 from kvjax.models.io import convert
 from kvjax.models.nn.parallel import shard
 from kvjax.models.nn.transformer import Transformer
+from kvjax.runtime import sharding
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
 from tests.meshes import CONFIG, GPU, mesh_of, model
@@ -87,6 +90,38 @@ def test_sharded_prompts_in_chunks(name, mesh):
     return prefill(decoder, TOKENS, LENGTHS, caches, method, chunk=16)[0]
 
   np.testing.assert_allclose(read(model(*mesh)), read(model()), atol=CLOSE)
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts(kvjax.Full):
+  """The full cache, whose arrays nobody makes outside of a program."""
+
+  def init_caches(self, spec):
+    assert isinstance(jnp.zeros(()), jax.core.Tracer)
+    return super().init_caches(spec)
+
+
+@over((4, 1), (2, 2))
+def test_a_batch_has_caches_in_parts_alone(mesh):
+  """Of all rows, of each prompt and of an emptied row; three prompts are answered as on one device."""
+  decoder, answers = model(*mesh), []
+  made = sharding.maker.cache_info().misses
+  for method, one in ((InParts(), decoder), (kvjax.Full(), model())):
+    batch = Batcher(one, method, rows=2, capacity=CAPACITY)
+    for i in range(3):
+      batch.submit(TOKENS[0, : LENGTHS[1] - i], limit=3)
+    answers.append({x.request: x.tokens.tolist() for x in batch})
+    if one is decoder:
+      held = clear(batch._device.caches, [0], method, decoder.spec(2, CAPACITY))
+  assert answers[0] == answers[1]
+  assert sharding.maker.cache_info().misses == made + 2  # programs: of the rows, and of a prompt
+  for rows in (1, 2):
+    spec = decoder.spec(rows, CAPACITY)
+    part = kvjax.plan_memory(spec, method, decoder.mesh).device
+    program = sharding.maker(InParts(), spec, decoder.mesh).lower().compile().memory_analysis()
+    assert part <= program.output_size_in_bytes < 1.1 * part
+    assert program.temp_size_in_bytes < 0.1 * part and program.argument_size_in_bytes == 0
+  assert sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(held)) == part
 
 
 @pytest.mark.slow

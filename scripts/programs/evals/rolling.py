@@ -12,6 +12,7 @@ import numpy as np
 
 import kvjax
 from kvjax.models.decode.generate import generate, pad, prefill
+from kvjax.models.decode.prefill import empty
 from kvjax.models.nn.transformer import Caches, Transformer
 
 Window = tuple[list[int], list[int]]  # context, tokens to predict
@@ -72,7 +73,7 @@ def _score(
   tokens, lengths = pad([*(context for context, _ in parts), *idle], multiple=1)
   size = 1 if tokens.shape[1] == 1 else length  # two programs, whatever the contexts
   tokens = np.pad(tokens, ((0, 0), (0, size - tokens.shape[1])))
-  caches = method.init_caches(model.spec(batch, length))
+  caches = empty(model, method, batch, length)
   logits, caches = prefill(model, tokens, lengths, caches, method, past=0)
   wanted = [rest for _, rest in parts]
   total = np.zeros(len(parts))

@@ -29,7 +29,7 @@ def trace(
     method: the slots that were attended to, as a share of the tokens seen so far.
   """
   tokens, lengths = pad([list(ids)], multiple=64)
-  caches = method.init_caches(model.spec(1, tokens.shape[1] + steps))
+  caches = model.init_caches(method, 1, tokens.shape[1] + steps)
   logits, caches = prefill(model, tokens, lengths, caches, method, past=0)
   graph, leaves = split(model)
   reports = []

@@ -72,7 +72,9 @@ class SharedPrefill(Method):
   def traits(self) -> Traits:
     positional = any(m.traits.positional for m in self.members)
     weighs = any(m.traits.weighs_outputs for m in self.members)
-    return super().traits.but(positional=positional, chunkable=False, weighs_outputs=weighs)
+    spreads = all(m.traits.spreads for m in self.members)
+    own = {"positional": positional, "weighs_outputs": weighs, "spreads": spreads}
+    return super().traits.but(chunkable=False, **own)
 
   def init_caches(self, spec: CacheSpec) -> tuple[Any, ...]:
     own = zip(*(m.init_caches(spec) for m in self.members), strict=True)

@@ -79,6 +79,9 @@ class Devices:
     return kvjax.make_mesh(heads=jax.device_count()) if jax.process_count() > 1 else None
 
 
+_OWN = ("coordinator", "processes", "process")  # of each process, its own
+
+
 @contextmanager
 def _connected(args: Any) -> Iterator[None]:
   """Connects with the other processes of `Devices`, if there are some; an error on one ends all."""
@@ -96,11 +99,24 @@ def _connected(args: Any) -> Iterator[None]:
   else:
     jax.distributed.initialize(devices.coordinator, devices.processes, devices.process)
   with processes.together(), _one_line_errors():
+    _check_same(args)
     if jax.process_index() == 0:
       yield
       return
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
       yield
+
+
+def _check_same(args: Any) -> None:
+  """Raises ValueError where a process has other arguments than the first: both would wait."""
+  from kvjax.runtime import processes
+
+  own = {**vars(args), **vars(args.devices)}
+  mine = {name: repr(own[name]) for name in own if name not in ("devices", *_OWN)}
+  for name, value in processes.of_first(lambda: mine).items():
+    if mine[name] != value:
+      option = name.replace("_", "-")
+      raise ValueError(f"--{option}: found {mine[name]}, expected {value}, as on the first process")
 
 
 def parse(args: type, name: str, given: Sequence[str] | None = None) -> Any:

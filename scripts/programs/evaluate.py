@@ -28,17 +28,22 @@ run, the others run, and the program ends with status 1.
 A folder knows what its rows came from: weights, tokenizer, data, methods' settings and own methods'
 code. Where one of them is another now, the program says so and adds nothing.
 
+With --mesh the model is spread over several devices, with --coordinator over those of several
+processes and hosts, all of which run the same command: they answer every row together. The first
+one makes the rows, scores and writes them. A model that fits one host is evaluated faster in parts.
+
 The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
 the cache folder: newly compiled ones may order sums differently, and a close call may change.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import jax
@@ -56,6 +61,7 @@ from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.run import Runner
 from kvjax.programs.evals.store import TRACES, traces
 from kvjax.programs.evals.task import Task
+from kvjax.runtime import processes
 
 VERSION = 3  # of the rows and what they mean
 TRACED = ("method", "budget", "length", "steps")  # what names a trace
@@ -122,6 +128,9 @@ class Args:
   """Results; a folder that has some is added to."""
   list: bool = False
   """List tasks and methods, and stop."""
+  devices: tyro.conf.OmitArgPrefixes[common.Devices] = dataclasses.field(
+    default_factory=common.Devices
+  )
 
 
 def labels(args: Args) -> list[str]:
@@ -156,6 +165,7 @@ def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -
     "answer_tokens": args.answer_tokens,
     "seed": args.seed,
     "batch": batch,
+    "mesh": None if model.mesh is None else [*model.mesh.devices.shape],
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
     "kvjax": kvjax.__version__,
@@ -165,7 +175,7 @@ def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -
 def evaluate(
   args: Args, model: Transformer, tokenizer: Tokenizer, notes: list[str] | None = None
 ) -> list[dict[str, Any]]:
-  """Runs what the folder does not have yet; all rows of the folder.
+  """Runs what the folder does not have yet; all rows of the folder, on the first process.
 
   Args:
     args: what is run.
@@ -184,20 +194,15 @@ def evaluate(
     )
   gpu = jax.default_backend() == "gpu"
   batch = args.batch or (25 if gpu else 5)
-  limit = args.memory * 1e9 if args.memory else _memory()
-  tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
+  limit = processes.of_first(lambda: args.memory * 1e9 if args.memory else _memory())
   chosen = entries(args)
-  results = store.Store(args.out, settings(args, model, tokenizer, batch))
+  results = _results(args, settings(args, model, tokenizer, batch))
   try:
-    add(results, args.add)
-    reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
     groups = {
       length: plan.groups(entries, model, batch, length, limit)
       for length, entries in chosen.items()
     }
-    turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
-    made: Iterable[Cell | str]
-    made = cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns)
+    made: Iterable[Cell | str] = cells_of.of_first(functools.partial(_cells, args, tokenizer))
     if any(entry.fitted for entries in chosen.values() for entry in entries):
       made = list(made)  # refused before anything is run
       for cell in made:
@@ -221,9 +226,39 @@ def evaluate(
       trace(args.out, last, chosen[last.length], model, args.trace)
     for note in dict.fromkeys(notes):
       print(f"not run: {note}", file=sys.stderr)
-    return list(results.rows.values())
+    return [row for row in results.rows.values() if row is not None]
   finally:
     results.close()
+
+
+def _results(args: Args, made: dict[str, Any]) -> store.Store | store.Told:
+  """The folder with what `--add` adds, which the first process has open; the others know its keys.
+
+  Args:
+    made: the settings of its numbers.
+  """
+  held: list[store.Store] = []
+
+  def keys() -> list[Any]:
+    held.append(store.Store(args.out, made))
+    add(held[0], args.add)
+    return list(held[0].rows)
+
+  try:
+    there = processes.of_first(keys)
+  except BaseException:
+    for each in held:
+      each.close()
+    raise
+  return held[0] if held else store.Told(there)
+
+
+def _cells(args: Args, tokenizer: Tokenizer) -> Iterator[Cell | str]:
+  """What is asked for, to be made one after another."""
+  tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
+  reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
+  turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))
+  return cells_of.build(tasks, args.lengths, args.samples, args.seed, reader, turns)
 
 
 def entries(args: Args) -> dict[int, list[plan.Entry]]:
@@ -285,7 +320,7 @@ def _run(
   cell: Cell,
   mode: Mode,
   groups: Sequence[Sequence[Entry]],
-  results: store.Store,
+  results: store.Store | store.Told,
   refused: dict[Any, str],
   bar: Any,
 ) -> None:
@@ -319,7 +354,7 @@ def trace(
   folder: pathlib.Path, cell: Cell, entries: Sequence[Entry], model: Transformer, steps: int
 ) -> None:
   """Adds to <folder>/traces.json what methods report while they decode; one that has it is kept."""
-  made = traces(folder)
+  made = processes.of_first(lambda: traces(folder))
   for entry in entries:
     named = {"method": entry.label, "budget": entry.budget, "length": cell.length, "steps": steps}
     if _traced(made, named):
@@ -331,7 +366,8 @@ def trace(
         print(f"not traced: {entry.label}: {error}", file=sys.stderr)
         continue
     made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
-    _write_traces(folder, made)
+    if jax.process_index() == 0:
+      _write_traces(folder, made)
 
 
 def _traced(made: Sequence[dict[str, Any]], named: dict[str, Any]) -> bool:
@@ -372,21 +408,29 @@ def main(args: Args) -> int:
   if args.list:
     print(listing())
     return 0
-  for folder in args.add:  # before a model is loaded
-    store.settings_of(folder)
+  first = jax.process_index() == 0
+  if first:  # before a model is loaded
+    for folder in args.add:
+      store.settings_of(folder)
   if args.only_report:
-    rows = only_report(args)
+    rows = only_report(args) if first else []
   else:
-    registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
+    if first:
+      registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
     entries(args)
-    model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+    mesh = args.devices.made()
+    model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr, mesh=mesh)
     try:
       rows = evaluate(args, model, tokenizer, notes)
     except KeyboardInterrupt:
+      if not first:
+        raise
       path = args.out / store.ROWS
       done = len(store.read(args.out)) if path.is_file() else 0
       text = f"stopped: {done:,} rows are in {path}; the same command adds the others"
       raise SystemExit(f"\n{text}") from None
+  if not first:
+    return 0
   if not rows:
     raise ValueError(f"{args.out}: found no rows: nothing was run, or every cell was refused")
   print(report(args.out, rows, shlex.join(["kvjax", "evaluate", *sys.argv[1:]])))

@@ -1,9 +1,16 @@
 """A mesh over the devices of several processes: what each of them gets is what one device gives."""
 
+import functools
+import json
+
+import jax
+import numpy as np
 import pytest
 
 import kvjax
 from kvjax.models.io import convert
+from kvjax.programs import common, evaluate
+from kvjax.programs.evals import store
 from tests import processes, tiny_gguf
 from tests.sharded import SPREAD
 
@@ -83,13 +90,18 @@ def test_laws_of_sharding(mesh, names):
     assert said.endswith("held\n")
 
 
-def generated(count, *arguments, devices=1):
-  """Status, standard output and standard error of `kvjax generate` in each process."""
+def begun(count, *arguments, last=()):
+  """Processes of a command of kvjax; the last one has further arguments."""
   at = processes.port()
   there = ["--coordinator", f"localhost:{at}", "--processes", count, "--process"]
-  commands = [["-m", "kvjax", "generate", *arguments, *there, i] for i in range(count)]
-  commands = commands if count > 1 else [["-m", "kvjax", "generate", *arguments]]
-  results = processes.ended(processes.started(commands, devices))
+  each = [[*there, i] for i in range(count)] if count > 1 else [[]]
+  each[-1] += last
+  return processes.started([["-m", "kvjax", *arguments, *own] for own in each])
+
+
+def ran(*given, **how):
+  """Status, lines of standard output, and standard error of each process of a command."""
+  results = processes.ended(begun(*given, **how))
   quiet = [[x for x in out.splitlines() if "[Gloo]" not in x] for _, out, _ in results]
   return [(status, out, said) for (status, _, said), out in zip(results, quiet, strict=True)]
 
@@ -110,7 +122,8 @@ def test_generate(folder, tmp_path, form):
   asked += ["--checkpoint", folder, "--steps", 6, "--method", "quest:page=8", "--budget", 32]
   asked += ["--temperature", 9.0]
   wanted, *others = (
-    generated(count, *asked, *mesh) for count, mesh in ((1, []), (2, []), (4, ["--mesh", 2, 2]))
+    ran(count, "generate", *asked, *mesh)
+    for count, mesh in ((1, []), (2, []), (4, ["--mesh", 2, 2]))
   )
   assert wanted[0][0] == 0 and "".join(wanted[0][1])
   for (status, text, said), *rest in others:
@@ -121,8 +134,48 @@ def test_generate(folder, tmp_path, form):
 @pytest.mark.slow
 def test_an_error_of_one_program_ends_all(folder):
   """Only the first process reads the prompt, and finds it empty."""
-  for status, text, said in generated(2, " ", "--checkpoint", folder):
+  for status, text, said in ran(2, "generate", " ", "--checkpoint", folder):
     assert (status, text) == (1, []) and "error: PROMPT: found ' ', expected a text\n" in said
+
+
+@pytest.mark.slow
+def test_other_arguments_of_one_end_all():
+  for status, text, said in ran(2, "generate", "hello", "--seed", 1, last=["--seed", 2]):
+    assert (status, text) == (1, [])
+    assert "error: --seed: found 2, expected 1, as on the first process" in said
+
+
+def evaluated(out, folder):
+  """Arguments of an evaluation of answers, and of given text."""
+  what = ("--tasks", "needle", "kl", "--methods", "snapkv", "--lengths", 480, "--budgets", 64)
+  how = ("--samples", 2, "--batch", 2, "--checkpoint", folder, "--out", out)
+  return [str(x) for x in (*what, *how)]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*max_context = 128")
+def test_evaluate(folder, tmp_path):
+  """What a killed run left is resumed: the other rows, and all scores, are those of one process."""
+  out, one = tmp_path / "out", tmp_path / "one"
+  alone = common.parse(evaluate.Args, "evaluate", evaluated(one, folder))
+  wanted = {store.key(x): x for x in evaluate.evaluate(alone, *common.load_model(folder))}
+  out.mkdir()
+  settings = store.settings_of(one) | {"mesh": [2, 1]}
+  (out / store.SETTINGS).write_text(json.dumps(settings))
+  first, second = (one / store.ROWS).read_text().splitlines(keepends=True)[:2]
+  (out / store.ROWS).write_text(first + second[:-9])
+  (status, text, said), other = ran(2, "evaluate", *evaluated(out, folder))
+  assert status == 0 and text[-1] == f"  8 rows in {out / store.ROWS}", said
+  assert other == (0, [], "") and store.settings_of(out) == settings
+  found = {store.key(x): x for x in store.read(out)}
+  assert next(iter(found.values())) == json.loads(first)
+  for row, want in ((found[key], wanted.pop(key)) for key in found):
+    for facts in (row, want):
+      del facts["seconds"]
+    numbers = [(x.pop("also"), x.pop("positions", {})) for x in (row, want)]
+    assert row == want
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), *numbers)
+  assert not wanted
 
 
 ERROR = """

@@ -103,7 +103,7 @@ class InParts(kvjax.Full):
 
 @over((4, 1), (2, 2))
 def test_a_batch_has_caches_in_parts_alone(mesh):
-  """Of all rows, of each prompt and of an emptied row; three prompts are answered as on one device."""
+  """Of all rows, of each prompt and of an emptied row; answers are those of one device."""
   decoder, answers = model(*mesh), []
   made = sharding.maker.cache_info().misses
   for method, one in ((InParts(), decoder), (kvjax.Full(), model())):

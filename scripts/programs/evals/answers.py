@@ -159,8 +159,11 @@ class Answers:
     """An answer and what it is worth."""
     task, text = self._cell.task, answer.text
     assert text is not None  # the batch has a tokenizer
-    also = {name: scorer(text, row) for name, scorer in task.also.items()}
-    score = task.score(text, row)
+    try:
+      also = {name: scorer(text, row) for name, scorer in task.also.items()}
+      score = task.score(text, row)
+    except (ValueError, NotImplementedError) as error:  # which are a method's, where it refuses
+      raise RuntimeError(f"{task.name}: found {error!r} in scoring {text!r}") from error
     return {"answer": text, "answer_tokens": len(answer.tokens), "score": score, "also": also}
 
   def _result(self, one: _Asked) -> dict[str, Any]:

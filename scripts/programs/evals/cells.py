@@ -6,6 +6,7 @@ the same: it is kept in the user's cache folder, for as long as what makes it st
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -16,12 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
+import jax
+
 from kvjax.models.io import convert
 from kvjax.programs import common, console
-from kvjax.programs.evals import origin, written
+from kvjax.programs.evals import origin, registry, written
 from kvjax.programs.evals.plan import Cell
 from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.task import NoMoreRows, Row, Task
+from kvjax.runtime import processes
 
 _TRIALS = (r"So it is \boxed{\frac{1}{2}}, not 7.",)  # what no scorer takes for empty
 LONG = 4096  # tokens from which rows are kept
@@ -93,6 +97,41 @@ def build(
       if task.forced:
         forced = [reader[task.chat].continuation(row) for row in rows]
       yield Cell(task, length, rows, prompts, forced, n)
+
+
+def of_first(make: Callable[[], Iterator[Cell | str]]) -> Iterator[Cell | str]:
+  """The cells that `make` gives on the first process, on each of them; the others score nothing.
+
+  They have their tokens from the first one: data sets need not lie where they are.
+  """
+  if jax.process_count() == 1:
+    yield from make()
+    return
+  made = make() if jax.process_index() == 0 else None
+  while True:
+    cell = None if made is None else next(made, None)
+    found = processes.of_first(functools.partial(_told, cell))
+    if found is None:
+      return
+    yield _heard(found) if cell is None else cell
+
+
+def _told(cell: Cell | str | None) -> Any:
+  """A cell as plain values."""
+  if cell is None or isinstance(cell, str):
+    return cell
+  rows = [written.told(*each) for each in zip(cell.rows, cell.prompts, strict=True)]
+  return [cell.task.name, cell.length, rows, cell.forced, cell.turns]
+
+
+def _heard(found: Any) -> Cell | str:
+  """The cell of `_told`, whose answers nobody scores."""
+  if isinstance(found, str):
+    return found
+  name, length, rows, forced, turns = found
+  task = dataclasses.replace(registry.TASKS[name], score=lambda answer, row: 0.0, also={})
+  made = [written.made(each) for each in rows]
+  return Cell(task, length, [row for row, _ in made], [p for _, p in made], forced, turns)
 
 
 def _unscorable(task: Task, row: Row) -> Exception | None:

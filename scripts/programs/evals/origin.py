@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 import kvjax
 from kvjax.models.io.tokenizer import Tokenizer
@@ -55,7 +56,8 @@ def _digest(*parts: str | bytes) -> str:
 def weights(model: Transformer) -> str:
   """Tells weights apart: every array's place, dtype, shape and bytes."""
   named = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-  with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+  threads = min(4, os.cpu_count() or 1) if jax.process_count() == 1 else 1  # all in one order
+  with concurrent.futures.ThreadPoolExecutor(threads) as pool:
     digests = pool.map(_array, (x for _, x in named))
     parts = zip((jax.tree_util.keystr(path) for path, _ in named), digests, strict=True)
     return _digest(*sorted(" ".join(part) for part in parts))
@@ -64,7 +66,9 @@ def weights(model: Transformer) -> str:
 def _array(x: jax.Array) -> str:
   # A copy's bytes: those of x itself would stay in the host's memory as long as x.
   on_host = all(device.platform == "cpu" for device in x.devices())
-  host = np.ascontiguousarray(x if on_host else jnp.copy(x))
+  if not x.is_fully_addressable:
+    x = multihost_utils.process_allgather(x, tiled=True)
+  host = np.ascontiguousarray(x if on_host or isinstance(x, np.ndarray) else jnp.copy(x))
   return f"{host.dtype} {host.shape} {hashlib.sha256(host.reshape(-1).view(np.uint8)).hexdigest()}"
 
 

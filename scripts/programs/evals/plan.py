@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
-
 import kvjax
 from kvjax.methods.labels import instance
 from kvjax.models.nn.transformer import Transformer
@@ -101,9 +99,13 @@ def _tokens(budget: str, length: int) -> int:
 
 
 def cache_bytes(method: kvjax.Method, model: Transformer, batch: int, length: int) -> int:
-  """Bytes of a method's empty caches."""
-  made = jax.eval_shape(lambda: method.init_caches(model.spec(batch, length)))
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+  """Bytes of a method's empty caches, on each device of the model's and on the host.
+
+  Raises:
+    ValueError, NotImplementedError: they cannot be split over these devices.
+  """
+  made = kvjax.plan_memory(model.spec(batch, length), method, model.mesh)
+  return made.device + made.host
 
 
 def read_at_once(batch: int) -> int:
@@ -116,20 +118,26 @@ def groups(
 ) -> list[list[Entry]]:
   """Methods that one prompt pass fills together, as many as `limit` bytes of caches hold.
 
-  Methods that read a prompt their own way are alone.
+  Methods that read a prompt their own way are alone, and those that a model's mesh refuses.
   """
   made: list[list[Entry]] = []
+  alone: list[list[Entry]] = []
   room = 0.0
   for entry in chosen:
-    size = cache_bytes(entry.method, model, batch + read_at_once(batch), length)
     if not _shares(entry.method):
+      alone.append([entry])
+      continue
+    try:
+      size = cache_bytes(entry.method, model, batch + read_at_once(batch), length)
+    except (ValueError, NotImplementedError):
+      alone.append([entry])
       continue
     if not made or size > room:
       made.append([])
       room = limit
     made[-1].append(entry)
     room -= size
-  return made + [[entry] for entry in chosen if not _shares(entry.method)]
+  return made + alone
 
 
 def _shares(method: kvjax.Method) -> bool:

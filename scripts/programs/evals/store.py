@@ -19,7 +19,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.models.nn.config import ModelConfig
@@ -173,6 +173,23 @@ class Store:
 
   def close(self) -> None:
     self._file.close()
+
+
+class Told:
+  """Keys of the rows that another process keeps, as a `Store` whose rows are not known.
+
+  Args:
+    keys: of the rows that are there.
+  """
+
+  def __init__(self, keys: Iterable[Sequence[Any]]):
+    self.rows: dict[tuple[Any, ...], Any] = dict.fromkeys(map(tuple, keys))
+
+  def append(self, rows: Iterable[dict[str, Any]]) -> None:
+    self.rows |= {key(row): None for row in rows}
+
+  def close(self) -> None:
+    pass
 
 
 def settings_of(folder: pathlib.Path) -> dict[str, Any]:

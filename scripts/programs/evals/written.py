@@ -13,9 +13,8 @@ _TEXTS = ("context", "question", "answer_prefix", "task", "continuation")
 
 def text(made: tuple[Row, Prompt]) -> bytes | None:
   """A row and its prompt as JSON; None where JSON would give back something else."""
-  row, prompt = made
   try:
-    said = json.dumps({"row": plain(row), "prompt": dataclasses.asdict(prompt)}).encode()
+    said = json.dumps(told(*made)).encode()
     return said if read(said) == made else None
   except (TypeError, ValueError):
     return None
@@ -28,10 +27,19 @@ def read(said: bytes) -> tuple[Row, Prompt]:
     ValueError: it is something else.
   """
   try:
-    found = json.loads(said)
-    return _row(found["row"]), _prompt(found["prompt"])
+    return made(json.loads(said))
   except (KeyError, TypeError, RecursionError) as error:
     raise ValueError(f"row: found {error!r}, expected a row and its prompt") from error
+
+
+def told(row: Row, prompt: Prompt) -> dict[str, Any]:
+  """A row and its prompt as plain values."""
+  return {"row": plain(row), "prompt": dataclasses.asdict(prompt)}
+
+
+def made(found: dict[str, Any]) -> tuple[Row, Prompt]:
+  """The row and prompt of `told`; raises KeyError or TypeError where it is something else."""
+  return _row(found["row"]), _prompt(found["prompt"])
 
 
 def plain(row: Row) -> dict[str, Any]:

@@ -71,10 +71,11 @@ def plan_memory(
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   leaves = jax.tree.leaves(caches)
   shapes = [x.shape for x in leaves]
+  apart = offload.on_host() if apart is None else apart
   if mesh is not None:
+    sharding.check_stores(method, caches, apart)
     places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
     shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
-  apart = offload.on_host() if apart is None else apart
   hosted = {id(x) for x in offload.hosted(caches)} if apart else set()
   device = host = 0
   for x, part in zip(leaves, shapes, strict=True):

@@ -201,6 +201,15 @@ def check_windows(windows: Sequence[int | None], mesh: Mesh | AbstractMesh) -> N
     )
 
 
+def check_stores(method: Method, caches: Any, apart: bool) -> None:
+  """Raises NotImplementedError for caches with stores, if these lie apart in the host's memory."""
+  if apart and offload.hosted(caches):
+    raise NotImplementedError(
+      f"mesh: found {method!r}, which keeps blocks in the host's memory, expected a method without "
+      "a store: stores are not split over devices"
+    )
+
+
 def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   """Empty caches made where they belong: no device holds more than its part.
 
@@ -228,11 +237,7 @@ def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
-  if offload.hosted(shapes) and offload.on_host():
-    raise NotImplementedError(
-      f"mesh: found {method!r}, which keeps blocks in the host's memory, expected a method without "
-      "a store: stores are not split over devices"
-    )
+  check_stores(method, shapes, offload.on_host())
   where = named(mesh, cache_specs(shapes, method))
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.runtime import sharding
 
@@ -83,7 +83,7 @@ def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding
   return [NamedSharding(mesh, spec) for spec in weight_specs(state, config, mesh)]
 
 
-def check_sizes(config: ModelConfig, mesh: Mesh) -> None:
+def check_sizes(config: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
   """Raises ValueError where heads or the MLP cannot be split evenly."""
   for name, axis, size in (
     ("kv_heads", "kv_heads", config.kv_heads),
@@ -96,7 +96,7 @@ def check_sizes(config: ModelConfig, mesh: Mesh) -> None:
       )
 
 
-def weight_specs(state: Any, config: ModelConfig, mesh: Mesh) -> list[PartitionSpec]:
+def weight_specs(state: Any, config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
   """Specs of all leaves of a model's state. A vocabulary that does not split evenly is whole."""
   whole = config.vocab % sharding.shards(mesh, "vocab") != 0
   known = {**AXES, **EXPERTS} if config.experts else AXES

@@ -85,8 +85,8 @@ _OWN = ("coordinator", "processes", "process")  # of each process, its own
 @contextmanager
 def _connected(args: Any) -> Iterator[None]:
   """Connects with the other processes of `Devices`, if there are some; an error on one ends all."""
-  devices = getattr(args, "devices", Devices())
-  if devices.coordinator is None:
+  devices = getattr(args, "devices", None)
+  if not isinstance(devices, Devices) or devices.coordinator is None:
     yield
     return
   import jax

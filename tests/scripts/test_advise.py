@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import time
@@ -10,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
 
 import kvjax
 from kvjax import plan_memory
 from kvjax.kernels.common import devices
 from kvjax.methods import labels
 from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
+from kvjax.models.nn import parallel
 from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import advise, step_time
@@ -143,6 +146,34 @@ def test_weights_are_those_of_all_layers(name):
   assert weight_bytes(config, jnp.bfloat16)[0] == sum(x.size * x.dtype.itemsize for x in leaves)
 
 
+@pytest.mark.parametrize(
+  ("name", "heads", "slots"),
+  [("Llama-3.1-70B", 8, 1), ("Llama-3.1-70B", 2, 4), ("gpt-oss-20B", 4, 1), ("Qwen2.5-1.5B", 2, 1)],
+)
+def test_a_device_of_several_has_its_part(name, heads, slots):
+  """The weights that are laid out for it, and of what a step moves of caches an equal share."""
+  config, mesh = PRESETS[name], AbstractMesh((heads, slots), ("heads", "slots"))
+  config = dataclasses.replace(config, layers=2, windows=config.windows[:2])
+  state = nnx.state(
+    nnx.eval_shape(lambda: Transformer(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+  )
+  specs = parallel.weight_specs(state, config, mesh)
+  parts = [
+    math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)) * x.dtype.itemsize
+    for x, spec in zip(jax.tree.leaves(state), specs, strict=True)
+  ]
+  full, alone = (
+    Advice(Case(config, 4096, 2, H200, to), "full", None, kvjax.Full()) for to in (mesh, None)
+  )
+  assert full.case.weights == sum(parts)
+  assert full.caches == plan_memory(alone.case.spec, kvjax.Full(), mesh, apart=True)
+  for part, whole in zip(full.moved.layers, alone.moved.layers, strict=True):
+    assert part.device == pytest.approx(whole.device / mesh.size)
+  unread = 0 if config.tie_embeddings else config.vocab // mesh.size * config.dim * 2
+  if not config.experts:
+    assert full.moved.weights == sum(parts) - unread
+
+
 # ---- what is recommended
 
 
@@ -264,6 +295,9 @@ def test_methods_of_the_rows_are_considered(rows):
 # ---- the program
 
 
+LARGE = {"model": "Llama-3.1-70B", "device": "h100"}
+
+
 def said(capsys, **args):
   advise.main(advise.Args(**args))
   found = capsys.readouterr().out
@@ -295,6 +329,29 @@ def said(capsys, **args):
     ({"length": 1024, "methods": ("quest",), "budgets": ("64",)}, "*: with another share of the"),
     ({"length": 1024, "batch": 64}, "Checked at batches up to 8; larger ones may take longer."),
     ({"length": 131073}, "The model was made for 131,072 tokens."),
+    (
+      {**LARGE},
+      "A device of 194.1 GB would hold them and 43.3 GB of full cache. So would 4 of these.",
+    ),
+    (
+      {**LARGE, "devices": 2},
+      "70.6 GB of weights and 21.6 GB of full cache a device do not fit: 13.9 GB more than the "
+      "78.3 GB that may be filled. Devices of 97.1 GB would hold both. So would 4 of these.",
+    ),
+    ({**LARGE, "devices": 4, "hosts": 2}, "8 × nvidia-h100-80gb-hbm3: 82.5 GB, 3.20 TB/s; heads"),
+    (
+      {**LARGE, "devices": 4, "hosts": 2},
+      "heads split over 8, slots over 1 17.6 GB of weights and 5.4 GB of full cache a device fit",
+    ),
+    ({**LARGE, "devices": 16}, "; heads split over 8, slots over 2 10.3 GB of weights and 2.7 GB"),
+    (
+      {**LARGE, "devices": 8, "mesh": (1, 8), "methods": ("snapkv", "quest"), "budgets": ("64",)},
+      "Not split over these devices: snapkv (--json says why).",
+    ),
+    (
+      {**LARGE, "devices": 8, "methods": ("infllm",)},
+      "every layer has two, come on top. Not split over these devices: infllm (--json says why).",
+    ),
   ],
 )
 def test_what_it_says(rows, capsys, args, text):
@@ -341,6 +398,11 @@ def test_all_of_them_on_request(rows, capsys, args, names):
 
 def test_json_has_all_numbers(rows, capsys):
   given = {"rows": rows, "length": 8192, "methods": ("quest", "tova"), "memory": 17.0}
+  spread = {"devices": 2, "hosts": 2, "mesh": (2, 2), "length": 8192, "methods": ("tova",)}
+  found = json.loads(said(capsys, json=True, rows=rows, **spread))
+  assert (found["devices"], found["hosts"], found["mesh"]) == (2, 2, {"heads": 2, "slots": 2})
+  assert "needs a row's slots on one" in found["refused"]["tova"]
+  assert [x["method"] for x in found["methods"]] == ["full"]
   found = json.loads(said(capsys, json=True, **given, budgets=("2048", "64")))
   by = {(x["method"], x["budget"]): x for x in found["methods"]}
   assert list(by)[-1] in (("quest", 2048), ("quest", 64)) and by["tova", 64]["over"] == 0
@@ -359,6 +421,12 @@ def test_commands_name_the_model_that_was_given(tmp_path):
   assert one.endswith("--checkpoint 'my models/x' --method kivi:bits=4")
   assert "--methods kivi:bits=4 'knorm:skip_layers=(0,1)' --budgets 512 --out" in two
   assert three == "kvjax advise --model 'my models/x' --length 32768 --rows run"
+  args = dataclasses.replace(args, devices=4, hosts=2)
+  where = dataclasses.replace(where, mesh=advise.spread(args, LLAMA))
+  over = " --mesh 8 1 --coordinator HOST:PORT --processes 2 --process NUMBER"
+  one, two, three = advise.commands(args, [dataclasses.replace(x, case=where) for x in some])
+  assert one.endswith("--method kivi:bits=4" + over) and two.endswith("--out run" + over)
+  assert three.endswith(" --rows run --devices 4 --hosts 2 --mesh 8 1")
 
 
 def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
@@ -383,8 +451,15 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
     ({"device": "h300"}, "--device: found 'h300', expected a part of one of nvidia-h100-80gb"),
     ({"methods": ("fulll",)}, "--methods: found 'fulll', expected one of: full"),
     ({"budgets": ("x",)}, "--budgets: found 'x', expected tokens"),
+    ({"hosts": 0}, "--hosts: found 0, expected at least 1"),
+    ({"devices": 4, "mesh": (2, 1)}, "--mesh: found 2 × 1, expected --devices × --hosts = 4"),
+    ({"devices": 3}, "mesh: found 3 devices to split ffn = 14336 over, expected a divisor of it"),
+    (
+      {"model": "gpt-oss-20B", "devices": 16},
+      "found slots split over 2 devices for a model with windows",
+    ),
   ],
 )
 def test_bad_arguments_are_refused(given, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, NotImplementedError), match=message):
     advise.main(advise.Args(**given))

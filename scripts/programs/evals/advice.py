@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 import kvjax
 from kvjax.core.cache import CacheSpec
 from kvjax.kernels.common.devices import Device
 from kvjax.models.decode.step_bytes import StepBytes, step_bytes, weight_bytes
+from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.programs import step_time
 from kvjax.programs.evals import families, plan
 from kvjax.programs.evals.nearest import Kept, Rows
-from kvjax.runtime import memory
+from kvjax.runtime import memory, sharding
 
 SHARES = 0.98, 0.9  # of the full cache's score; the second counts where nothing keeps the first
 BETTER = 0.9  # of the seconds or bytes without it, which a recommended method takes at most
@@ -24,21 +26,43 @@ SAME = 1.05  # factor up to which two budgets are the same share of their length
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A model, a context and a device; weights and caches are bfloat16."""
+  """A model, a context and a device, or some that share them; weights and caches are bfloat16.
+
+  Raises:
+    ValueError, NotImplementedError: the model cannot be split over the mesh.
+  """
 
   config: ModelConfig
   length: int
   batch: int
   here: Device
+  mesh: AbstractMesh | None = None
+
+  def __post_init__(self):
+    if self.mesh is not None:
+      parallel.check_sizes(self.config, self.mesh)
+      sharding.check_windows(self.config.windows, self.mesh)
+
+  @functools.cached_property
+  def part(self) -> ModelConfig:
+    """The model that a device has: its heads, its rows of the MLP and of the vocabulary."""
+    if self.mesh is None:
+      return self.config
+    heads, vocab = (sharding.shards(self.mesh, axis) for axis in ("kv_heads", "vocab"))
+    sizes = {"heads": heads, "kv_heads": heads, "ffn": sharding.shards(self.mesh, "ffn")}
+    sizes |= {"vocab": vocab} if self.config.vocab % vocab == 0 else {}
+    each = {name: getattr(self.config, name) // parts for name, parts in sizes.items()}
+    return dataclasses.replace(self.config, **each)
 
   @property
   def spec(self) -> CacheSpec:
-    return self.config.cache_spec(self.batch, self.length, jnp.bfloat16)
+    parts = 1 if self.mesh is None else sharding.shards(self.mesh, "slots")
+    return self.config.cache_spec(self.batch, -(-self.length // parts) * parts, jnp.bfloat16)
 
   @property
   def weights(self) -> int:
-    """Bytes of the weights."""
-    return weight_bytes(self.config, jnp.bfloat16)[0]
+    """Bytes of a device's weights."""
+    return weight_bytes(self.part, jnp.bfloat16)[0]
 
   @property
   def usable(self) -> int:
@@ -69,15 +93,33 @@ class Advice:
 
   @functools.cached_property
   def caches(self) -> kvjax.MemoryPlan:
-    return kvjax.plan_memory(self.case.spec, self.method, apart=True)
+    return kvjax.plan_memory(self.case.spec, self.method, self.case.mesh, apart=True)
 
   @functools.cached_property
   def moved(self) -> StepBytes:
-    return step_bytes(self.case.config, self.method, self.case.batch, self.case.length)
+    """Bytes that a step moves on a device: its weights, and its share of the heads and slots."""
+    case = self.case
+    moved = step_bytes(case.config, self.method, case.batch, case.length)
+    if case.mesh is None:
+      return moved
+    sizes = ("tokens", "scanned", "spared", "others")
+    shares = [{name: getattr(x, name) / case.mesh.size for name in sizes} for x in moved.layers]
+    layers = [dataclasses.replace(x, **each) for x, each in zip(moved.layers, shares, strict=True)]
+    weights = step_bytes(case.part, kvjax.Full(), case.batch, case.length).weights
+    return StepBytes(weights, tuple(layers))
+
+  @functools.cached_property
+  def refused(self) -> str:
+    """The reason for which the method does not run on such devices; empty where it does."""
+    try:
+      _ = self.case.mesh and self.caches
+    except (ValueError, NotImplementedError) as error:
+      return str(error)
+    return ""
 
   @property
   def device(self) -> int:
-    """Bytes of weights and caches on the device."""
+    """Bytes of weights and caches on the device, on each of several."""
     return self.case.weights + self.caches.device
 
   @property
@@ -143,7 +185,7 @@ AIMS = (
 def considered(
   case: Case, rows: Rows, methods: Sequence[str] = (), budgets: Sequence[str] = ()
 ) -> list[Advice]:
-  """The full cache, then every method with every budget.
+  """The full cache, then every method with every budget, those that the devices refuse, too.
 
   Args:
     case: the model, the context, the device.
@@ -179,14 +221,14 @@ def considered(
 def recommended(found: Sequence[Advice]) -> dict[str, Advice]:
   """One to three methods by what they are best at, or none.
 
-  Each fits, keeps a share of the full cache's score, and is a tenth better than the full cache and
-  those before it. Scores at the nearest length decide; methods that have none there count where
-  nothing else serves.
+  Each runs on the devices, fits, keeps a share of the full cache's score, and is a tenth better
+  than the full cache and those before it. Scores at the nearest length decide; methods
+  that have none there count where nothing else serves.
 
   Args:
     found: methods, the full cache first.
   """
-  full, *others = found
+  full, *others = (x for x in found if not x.refused)
   others.sort(key=lambda x: -(x.budget or 0))  # of each method the least budget comes last
   chosen: dict[str, Advice] = {}
   aims = [aim for aim in AIMS if full.over or aim.floor(full) <= BETTER * aim.cost(full)]

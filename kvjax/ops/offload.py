@@ -65,13 +65,44 @@ def placed(tree: Any) -> Any:
   """
   stores = {id(x) for x in hosted(tree)} if on_host() else set()
 
-  def put(x: Any) -> Array:
-    if id(x) not in stores:
-      return jnp.asarray(x)
-    with _explained(x.nbytes):
-      return jax.device_put(x, host()).block_until_ready()
+  return jax.tree.map(lambda x: _put(x) if id(x) in stores else jnp.asarray(x), tree)
 
-  return jax.tree.map(put, tree)
+
+def enlarged(store: OwnRows, to: OwnRows) -> OwnRows:
+  """The store with room for more blocks; those of its segments that stay as they are it shares.
+
+  Args:
+    store: left as it is.
+    to: shapes of the larger one, as `empty` lays it out.
+
+  Raises:
+    MemoryError: the host's pool has no room for it.
+  """
+
+  def one(segment: Array | None, like: Any) -> Array:
+    if segment is None:
+      return _zeros(like.shape, like.dtype)
+    if segment.shape == like.shape:
+      return segment
+    # On the host: a store never passes through the device's memory.
+    grown = np.zeros(like.shape, like.dtype)
+    grown[:, :, : segment.shape[2]] = np.asarray(segment)
+    return _put(grown)
+
+  return OwnRows(
+    {
+      name: tuple(map(one, (*old, *[None] * (len(to.of[name]) - len(old))), to.of[name]))
+      for name, old in store.of.items()
+    }
+  )
+
+
+def _put(x: Any) -> Array:
+  """An array where stores lie."""
+  if not on_host():
+    return jnp.array(x)
+  with _explained(x.nbytes):
+    return jax.device_put(x, host()).block_until_ready()
 
 
 def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:

@@ -88,7 +88,7 @@ def save_async(
   Raises:
     TypeError, ValueError, OSError: of `save`.
   """
-  _check_whose(method, spec)
+  check_whose(method, spec)
   logits = logits if isinstance(logits, jax.Array) else arguments.array("logits", logits)
   named = _named((logits, caches))
   if np.ndim(logits) != 2:
@@ -120,16 +120,9 @@ def restore(
       method or other sizes; or such caches cannot be split over the mesh.
     NotImplementedError: the method does not run on such a mesh.
   """
-  _check_whose(method, spec)
+  check_whose(method, spec)
   path = pathlib.Path(path)
-  if path.is_file():
-    raise ValueError(
-      f"{path}: found a file, expected a folder of {FORMAT!r} version {VERSION} (an older kvjax, "
-      "which reads it, wrote a file)"
-    )
-  saved = orbax.latest(path)
-  header = files.read_json(saved / orbax.HEADER, "a header of saved caches")
-  _check_version(path, header.get("format"), header.get("version"))
+  saved, header = _header(path)
   with files.whole(path, orbax.EXPECTED):
     described = header["method"], dict(header["spec"])
     layouts, sums = list(header["layouts"]), dict(header["sums"])
@@ -144,6 +137,31 @@ def restore(
     names = [name for name in other if other[name] != sums.get(name)]
     raise ValueError(f"{path}: found other numbers than were saved in {', '.join(names)}")
   return jax.tree.unflatten(jax.tree.structure(tree), [read[name] for name in wanted])
+
+
+def saved_capacity(path: str | os.PathLike[str]) -> int:
+  """Capacity of the caches in a folder that `save` wrote.
+
+  Raises:
+    FileNotFoundError, ValueError: of `restore`.
+  """
+  path = pathlib.Path(path)
+  _, header = _header(path)
+  with files.whole(path, orbax.EXPECTED):
+    return int(header["spec"]["capacity"])
+
+
+def _header(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+  """The newest version in a folder, and what is said of its arrays."""
+  if path.is_file():
+    raise ValueError(
+      f"{path}: found a file, expected a folder of {FORMAT!r} version {VERSION} (an older kvjax, "
+      "which reads it, wrote a file)"
+    )
+  saved = orbax.latest(path)
+  header = files.read_json(saved / orbax.HEADER, "a header of saved caches")
+  _check_version(path, header.get("format"), header.get("version"))
+  return saved, header
 
 
 def _placed(
@@ -314,7 +332,7 @@ def next_turn(
   return tokenizer.encode(text.removeprefix(close) if text.startswith(close) else rest, after=end)
 
 
-def _check_whose(method: Any, spec: Any) -> None:
+def check_whose(method: Any, spec: Any) -> None:
   """Raises TypeError for what is no method, or are no sizes of caches."""
   check_method("method", method)
   if not isinstance(spec, CacheSpec):

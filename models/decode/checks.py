@@ -218,6 +218,12 @@ def prompt(
 ) -> np.ndarray:
   """Raises for a prompt that cannot be read; returns the tokens already seen per row."""
   laid_out(caches, method, model.spec(1, 1))
+  of_prompts(model, tokens, lengths, caches[0].seen.shape[0])
+  return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
+
+
+def of_prompts(model: Transformer, tokens: np.ndarray, lengths: np.ndarray, rows: int) -> None:
+  """Raises for tokens and lengths that are not those of so many rows, one token or more."""
   for name, x, rank in (("tokens", tokens, 2), ("lengths", lengths, 1)):
     if x.ndim != rank or not np.issubdtype(x.dtype, np.integer):
       raise ValueError(
@@ -226,7 +232,6 @@ def prompt(
   batch, size = tokens.shape
   if lengths.shape != (batch,):
     raise ValueError(f"lengths: found shape {lengths.shape}, expected ({batch},) as tokens has")
-  rows = caches[0].seen.shape[0]
   if rows != batch:
     raise ValueError(f"tokens: found {batch} rows, expected {rows} as the caches have")
   if lengths.min(initial=0) < 0 or lengths.max(initial=0) > size:
@@ -238,7 +243,6 @@ def prompt(
     raise ValueError(
       f"tokens: found ids in [{real.min()}, {real.max()}], expected [0, {model.config.vocab})"
     )
-  return room(caches, method, lengths, f"a prompt of {lengths.max()} tokens")
 
 
 def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
@@ -253,13 +257,18 @@ def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
     return None if cache.size >= window else cache.size
 
   rooms = [room(*given) for given in zip(caches, sliding.windows_of(caches), strict=True)]
-  known = [np.broadcast_to(n, caches[0].seen.shape) for n in rooms if n is not None]
+  known = [np.broadcast_to(n, caches[0].rows["seen"].shape) for n in rooms if n is not None]
   return functools.reduce(np.minimum, known) if known else None
 
 
-def room(caches: Caches, method: Method, new: np.ndarray, what: str) -> np.ndarray:
-  """Raises if a row would outgrow what the method has room for; returns tokens seen per row."""
-  seen = np.asarray(caches[0].seen)
+def room(
+  caches: Caches, method: Method, new: np.ndarray, what: str, seen: np.ndarray | None = None
+) -> np.ndarray:
+  """Raises if a row would outgrow what the method has room for; returns tokens seen per row.
+
+  With `seen` caches may be shapes.
+  """
+  seen = np.asarray(caches[0].seen) if seen is None else seen
   need = np.where(new > 0, seen + new, 0)
   most = capacity(caches, method)
   if most is not None and (need > most).any():

@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike
 
 from kvjax.core.cache import CacheSpec
 from kvjax.core.leaves import Layout
-from kvjax.families import sliding
 from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.pieces import Pieces, Read, side_by_side
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
@@ -169,7 +169,7 @@ def prefill(
     with_aux=with_aux,
     on_chunk=on_chunk,
   )
-  _check_sound(model, lengths, *result[:2])
+  check_sound(model, lengths, *result[:2])
   return result
 
 
@@ -195,14 +195,51 @@ def read_prompt(
     cached: tokens in the fullest row.
     layered: of the model, where somebody keeps it.
   """
+  read = caller(model, caches, method, total, all_logits, with_aux, layered)
+  size = tokens.shape[1]
+  if chunk is None and method.traits.stream is None:
+    if not (all_logits or with_aux):  # which have T entries
+      extra = _width(size, checks.capacity(caches, method)) - size
+      tokens = np.pad(tokens, ((0, 0), (0, extra)))
+    return read(caches, tokens, lengths, 0 if past is None and cached == 0 else past)
+  pieces, kept, end = Pieces(read, caches, method, chunk, cached), [], int(lengths.max())
+  pieces.add(tokens, lengths)
+  for piece in pieces.read(ending=True):
+    if all_logits:
+      kept.append(piece)
+    if on_chunk is not None:
+      jax.block_until_ready(piece.logits)
+      on_chunk(int(pieces.done.max()), end)
+  logits = side_by_side(kept, size) if all_logits else pieces.logits
+  return (logits, pieces.caches, *piece.reports)
+
+
+def caller(
+  model: Transformer,
+  caches: Caches,
+  method: Method,
+  total: Int[Any, " B"] | None,
+  all_logits: bool = False,
+  with_aux: bool = False,
+  layered: ByLayer | None = None,
+) -> Read:
+  """The call of a model that reads a piece of its prompts.
+
+  Args:
+    model, caches, method: as `prefill` takes them.
+    total: length of each row's whole prompt; None: that of the piece.
+    all_logits, with_aux: as `prefill` takes them.
+    layered: of the model, where somebody keeps it.
+  """
   if layered is None and by_layer.reads(model):
     layered = ByLayer(model)
+  explained = checks.explained("prefill", model, caches, method)
 
   def read(caches: Caches, tokens: np.ndarray, valid: np.ndarray, bound: int | None) -> Any:
     arrays = jnp.asarray(tokens, jnp.int32), jnp.asarray(valid, jnp.int32)
-    whole = jnp.asarray(total, jnp.int32)
+    whole = jnp.asarray(valid if total is None else total, jnp.int32)
     options = bound, all_logits, with_aux
-    with checks.explained("prefill", model, caches, method)():
+    with explained():
       if layered is not None:
         return layered.prefill(
           *(*arrays, caches, method),
@@ -217,14 +254,7 @@ def read_prompt(
     checks.throw(error)
     return result
 
-  if chunk is not None:
-    return _read_chunks(read, tokens, lengths, caches, method, cached, chunk, all_logits, on_chunk)
-  if method.traits.pieces(int(lengths.max())) is not None:
-    return _read_pieces(read, tokens, lengths, caches, method, all_logits, with_aux, on_chunk)
-  if not (all_logits or with_aux):  # which have T entries
-    extra = _width(tokens.shape[1], checks.capacity(caches, method)) - tokens.shape[1]
-    tokens = np.pad(tokens, ((0, 0), (0, extra)))
-  return read(caches, tokens, lengths, 0 if past is None and cached == 0 else past)
+  return read
 
 
 def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:
@@ -237,7 +267,7 @@ def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:
   return width if capacity is None else max(size, min(width, int(capacity.max())))
 
 
-def _check_sound(
+def check_sound(
   model: Transformer, lengths: Int[np.ndarray, " B"], logits: Array, caches: Caches
 ) -> None:
   """Raises where a row that was read has logits that are not finite."""
@@ -250,74 +280,6 @@ def _check_sound(
       f"token {place}" if logits.ndim == 3 else f"after the {lengths[row]} tokens of its prompt"
     )
     raise checks.unsound("prefill", row, place, model, caches)
-
-
-def _read_chunks(
-  read: Callable[..., Any],
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-  caches: Caches,
-  method: Method,
-  cached: int,
-  chunk: int,
-  all_logits: bool,
-  on_chunk: Callable[[int, int], Any] | None,
-) -> Any:
-  """A prompt in chunks of so many tokens, after at most so many that are cached."""
-  size, end = tokens.shape[1], int(lengths.max())
-  parts: list[Array] = []
-  for start in range(0, end, chunk):
-    piece = tokens[:, start : start + chunk]
-    piece = np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])))
-    valid = np.clip(lengths - start, 0, chunk)
-    bound = _bound(caches, method, cached + start, chunk)
-    logits, caches = read(caches, piece, valid, bound)
-    if parts and not all_logits:  # rows that have ended before keep their logits
-      logits = jnp.where((valid > 0)[:, None], logits, parts.pop())
-    parts.append(logits)
-    if on_chunk is not None:
-      jax.block_until_ready(logits)
-      on_chunk(min(start + chunk, end), end)
-  return (joined(parts, size)[:, :size] if all_logits else parts[0]), caches
-
-
-def _read_pieces(
-  read: Callable[..., Any],
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-  caches: Caches,
-  method: Method,
-  all_logits: bool,
-  with_aux: bool,
-  on_chunk: Callable[[int, int], Any] | None,
-) -> Any:
-  """A prompt in the pieces of a method that streams, each row in its own; result as `prefill`'s."""
-  parts = [method.traits.pieces(int(n)) or [] for n in lengths]
-  calls, end = max(map(len, parts)), int(lengths.max())
-  # Two widths, whatever the prompt's length: that of the longest piece, and a short one for what
-  # the rows' last ones may be.
-  large = max(map(max, filter(None, parts)))
-  small = -(-large // 8)
-  starts = np.zeros(len(lengths), np.int64)
-  kept, rest = None, ()
-  for i in range(calls):
-    valid = np.array([part[i] if i < len(part) else 0 for part in parts])
-    width = small if valid.max() <= small else large
-    index = np.minimum(starts[:, None] + np.arange(width), tokens.shape[1] - 1)
-    piece = np.take_along_axis(tokens, index, 1)
-    logits, caches, *rest = read(caches, piece, valid, None)
-    if all_logits:
-      place = np.where(np.arange(width) < valid[:, None], index, tokens.shape[1])
-      empty = (*tokens.shape, logits.shape[-1])
-      kept = jnp.zeros(empty, logits.dtype) if kept is None else kept
-      kept = kept.at[np.arange(len(valid))[:, None], place].set(logits, mode="drop")
-    else:  # rows that have ended before keep their logits
-      kept = logits if kept is None else jnp.where((valid > 0)[:, None], logits, kept)
-    starts += valid
-    if on_chunk is not None:
-      jax.block_until_ready(logits)
-      on_chunk(int(starts.max()), end)
-  return (kept, caches, *rest) if with_aux else (kept, caches)
 
 
 def _prefill(
@@ -340,19 +302,6 @@ def _prefill(
     return offload.settled(model.prefill(tokens, lengths, caches, method, total=total, **options))
 
   return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
-
-
-def _bound(caches: Caches, method: Method, cached: int, chunk: int) -> int | None:
-  """A static bound on the cached tokens that takes few values; what needs none gets one value."""
-  if cached == 0:
-    return 0
-  own = sliding.served(caches)
-  if not method.traits.positional or not own:
-    return None
-  bound = chunk
-  while bound < cached:
-    bound *= 2
-  return min(bound, *(cache.size for cache in own))
 
 
 def joined(pieces: Sequence[Array], size: int) -> Array:

@@ -41,7 +41,7 @@ class Pieces:
 
   A row's pieces are whole chunks as long as more tokens follow than end a turn
   (`Stream.pieces`). They have two widths, whatever the rows' lengths: that of a chunk, and a short
-  one for the ends of turns.
+  one for the ends of turns; a third one where those are longer than a chunk.
 
   Args:
     read: calls the model.
@@ -74,7 +74,9 @@ class Pieces:
     assert stream is not None  # or there are no pieces
     self._chunk, self._last = stream.chunk, stream.last
     # Chunks of a prompt have a bound of what is cached, for which they are compiled: one width.
-    self._bounded, self._short = chunk is not None, -(-stream.chunk // (8 if chunk is None else 1))
+    self._bounded = chunk is not None
+    short = stream.chunk if self._bounded else -(-stream.chunk // 8)
+    self._widths = short, stream.chunk, stream.last
     self.caches, self.logits = caches, logits
     self.done = np.zeros(caches[0].seen.shape[0], np.int64)
     self.waiting: list[np.ndarray] = [np.zeros(0, np.int32) for _ in self.done]
@@ -87,7 +89,7 @@ class Pieces:
   def read(self, *, ending: bool) -> Iterator[Piece]:
     """Reads the whole chunks that wait, and if the turn is `ending` all that waits."""
     while (valid := self._next(ending)).any():
-      width = self._short if valid.max() <= self._short else self._chunk
+      width = next(n for n in self._widths if n >= valid.max())
       piece = np.zeros((len(valid), width), np.int32)
       for to, row, n in zip(piece, self.waiting, valid, strict=True):
         to[:n] = row[:n]

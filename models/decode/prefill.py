@@ -107,8 +107,8 @@ def prefill(
   of which compiles once; with `all_logits` or `with_aux` it is taken as it is. What all prompts and
   steps have compiled is dropped where it is much (384 programs). With `chunk`, it compiles
   once for the first chunk and then once for every doubling of what is cached, whatever T is.
-  Methods that stream read a prompt in pieces of their own (`Traits.stream`), row by row, of one or
-  two widths, however long the prompt is. What is compiled is a layer, once for all that are alike
+  Methods that stream read a prompt in pieces of their own (`Traits.stream`), row by row, of two or
+  three widths, however long the prompt is. What is compiled is a layer, once for all that are alike
   (`Stream.alike`); over a mesh, or where NaN raises, all layers at once.
 
   Args:

@@ -150,8 +150,7 @@ class PromptStream:
     Args:
       tokens: int32 [B, T], right-padded with any valid id.
       lengths: int32 [B], valid tokens of each row; None: all.
-      on_chunk: called after every chunk with the tokens of the fullest row that the caches hold,
-        and with those that came.
+      on_chunk: called after every chunk with (tokens read, tokens that came) of the longest row.
 
     Raises:
       ValueError: shapes, lengths or ids are out of range; the tokens do not fit in the capacity, or
@@ -244,13 +243,14 @@ class PromptStream:
     return made
 
   def _read(self, on_chunk: Callable[[int, int], Any] | None, *, ending: bool) -> None:
-    end, before = int((self.seen + self.waiting).max()), None
-    for piece in self._pieces.read(ending=ending):
+    before, pieces = None, self._pieces
+    end = int((pieces.done + self.waiting).max())
+    for piece in pieces.read(ending=ending):
       # The next chunk is dispatched while this one runs, and no more: who interrupts waits for two.
       jax.block_until_ready(piece.logits if on_chunk is not None else before)
       before = piece.logits
       if on_chunk is not None:
-        on_chunk(int(self.seen.max()), end)
+        on_chunk(int(pieces.done.max()), end)
 
   def _grown(self, caches: Caches, tokens: int) -> Caches:
     """The caches, with room for so many tokens in a row."""

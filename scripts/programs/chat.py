@@ -72,11 +72,13 @@ class Live:
 
   Attributes:
     caches: under the present method.
-    answer: int32 [n], tokens of the last answer.
+    answer: int32 [n], tokens of the last answer; None: there is none yet.
+    begun: the first tokens of the next message, which the caches hold: its reading was interrupted.
   """
 
   caches: Caches
-  answer: np.ndarray
+  answer: np.ndarray | None
+  begun: list[int] = dataclasses.field(default_factory=list)
 
 
 class Conversation:
@@ -145,25 +147,25 @@ class Conversation:
     Raises:
       ValueError: the conversation is too long for the caches.
     """
-    message, self._files = "\n\n".join([*self._files, message]), []
+    files, self._files = self._files, []
+    message = "\n\n".join([*files, message])
     asked = {"role": "user", "content": message}
-    live = self._live
-    if live is None:
-      ids = self._tokenizer.chat([*self.messages, asked], **self._template_args)
-      caches = self.method.init_caches(self._spec)
-    else:
-      caches = live.caches
-      ids = next_turn(self._tokenizer, message, live.answer, **self._template_args)
-    left = room(caches, self.method)
-    steps = self._args.steps if left is None else min(self._args.steps, int(left[0]) - len(ids))
+    live, ids = self._live, self._tokens(asked)
+    if live is not None and live.begun != ids[: len(live.begun)]:  # another message was begun
+      self._live = live = None
+      ids = self._tokens(asked)
+    caches = self.method.init_caches(self._spec) if live is None else live.caches
+    begun = 0 if live is None else len(live.begun)
+    left, new = room(caches, self.method), len(ids) - begun
+    steps = self._args.steps if left is None else min(self._args.steps, int(left[0]) - new)
     if steps < 1:
       raise ValueError(
-        f"conversation: found {len(ids)} more tokens and room for {int(left[0])} of --length "
+        f"conversation: found {new} more tokens and room for {int(left[0])} of --length "
         f"{self._args.length}: /clear begins a new one, and a larger --length holds more"
       )
     seen = 0 if live is None else int(caches[0].seen[0])
     what = f"the conversation and --steps {steps}"
-    turn.check_context(self._model, self.method, seen, len(ids) + steps, what)
+    turn.check_context(self._model, self.method, seen, new + steps, what)
     shown: list[str] = []
     taken, streamer = turn.Turn(), console.Streamer()
     self._live = None  # the drivers take the caches over
@@ -173,8 +175,9 @@ class Conversation:
       streamer.show("".join(shown))
 
     try:
-      step = console.step(f"reading {len(ids):,} tokens", fleeting=True)
-      logits, caches = turn.read(self._model, ids, caches, self.method, taken, step)
+      step = console.step(f"reading {new:,} tokens", fleeting=True)
+      how = self._spec, taken, step
+      logits, caches = turn.read(self._model, ids, caches, self.method, *how, begun=begun)
       with taken.writing:
         generation, caches = generate(
           self._model,
@@ -193,6 +196,11 @@ class Conversation:
     except common.Terminated:
       raise
     except KeyboardInterrupt:
+      count = begun if taken.stream is None else begun + int(taken.stream.seen[0]) - seen
+      if taken.stream is not None and count < len(ids):  # it was not read to its end
+        answer = None if live is None else live.answer
+        self._live, self._files = Live(taken.stream.caches, answer, ids[:count]), files
+        return f"stopped after {count:,} of {len(ids):,} tokens: ask the same to read on from there"
       self._keep(asked, "".join(shown))
       return "stopped: the conversation is read again with the next message"
     self._keep(asked, spoken(self._tokenizer, generation.tokens[0], "".join(shown)))
@@ -200,6 +208,13 @@ class Conversation:
     taken.written = int(generation.lengths[0])
     budget = f" {self.budget:,}" if hasattr(self.method, "budget") else ""
     return f"{self.name}{budget} · {taken.said(caches)}"
+
+  def _tokens(self, asked: dict[str, str]) -> list[int]:
+    """What the live caches lack of a message, or all of a conversation that nothing was read of."""
+    if self._live is None or self._live.answer is None:
+      return self._tokenizer.chat([*self.messages, asked], **self._template_args)
+    content, answer = asked["content"], self._live.answer
+    return next_turn(self._tokenizer, content, answer, **self._template_args)
 
   def _keep(self, asked: dict[str, str], answer: str) -> None:
     self.messages += [asked, {"role": "assistant", "content": answer}]

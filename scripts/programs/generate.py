@@ -153,7 +153,8 @@ def answer(
   try:
     caches = model.init_caches(method, spec.batch, spec.capacity)
     step = console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr)
-    logits, caches = turn.read(model, ids, caches, method, taken, step, chunk=args.prefill_chunk)
+    how = spec, taken, step
+    logits, caches = turn.read(model, ids, caches, method, *how, chunk=args.prefill_chunk)
     with taken.writing:
       generation, caches = generate(
         model,

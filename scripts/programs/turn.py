@@ -9,12 +9,13 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from kvjax.core.cache import Cache
+from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.leaves import Layout
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
 from kvjax.models.decode.generate import prefill
 from kvjax.models.decode.stopping import RowText
+from kvjax.models.decode.streams import PromptStream
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
@@ -32,12 +33,14 @@ class Turn:
   Attributes:
     read, written: tokens of both.
     reading, writing: seconds of both.
+    stream: the prompt's, where it is read in parts: its caches survive an interrupt.
   """
 
   read: int = 0
   written: int = 0
   reading: Clock = dataclasses.field(default_factory=Clock)
   writing: Clock = dataclasses.field(default_factory=Clock)
+  stream: PromptStream | None = None
 
   def said(self, caches: Caches) -> str:
     """Its tokens, seconds and bytes, in words."""
@@ -68,32 +71,42 @@ def read(
   ids: list[int],
   caches: Caches,
   method: Method,
+  spec: CacheSpec,
   turn: Turn,
   step: console.Step,
   *,
   chunk: int | None = None,
+  begun: int = 0,
 ) -> tuple[Array, Caches]:
   """`prefill` of one row, within a step that shows how much has been read.
 
   Args:
     model, caches, method: as `prefill` takes them.
     ids: the prompt's tokens.
-    turn: counts tokens and seconds.
+    spec: sizes of the caches.
+    turn: counts tokens and seconds, and has the stream.
     step: not yet entered.
     chunk: tokens to read at a time; None: as `pieces` says.
+    begun: tokens of the prompt that the caches hold, of a stream that was interrupted.
 
   Returns:
     Logits and caches.
   """
-  tokens = common.right_padded(ids, multiple=64)
 
   def on_chunk(count: int, end: int) -> None:
-    turn.read = count
-    step.progress(f"{count / end:.0%}" if count < end else "")
+    turn.read = begun + count
+    step.progress(f"{turn.read / len(ids):.0%}" if count < end else "")
 
-  how = {"chunk": chunk or pieces(method, len(ids)), "on_chunk": on_chunk}
+  size = chunk or pieces(method, len(ids))
   with turn.reading, step:
-    logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method, **how)
+    if size is None and method.traits.stream is None:
+      tokens = common.right_padded(ids, multiple=64)
+      logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+    else:
+      how = {"chunk": size, "total": None if size is None else [len(ids)]}
+      turn.stream = PromptStream(model, method, spec, caches=caches, **how)
+      turn.stream.feed([ids[begun:]], on_chunk=on_chunk)
+      logits, caches = turn.stream.finish(on_chunk=on_chunk)
     jax.block_until_ready(logits)
   turn.read = len(ids)
   return logits, caches

@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import chat, common, turn
+from kvjax.programs import chat, common, console, turn
 from scripts.examples import tiny
 from tests import tiny_tokenizers
 
@@ -46,8 +46,8 @@ def test_a_turn_reads_what_is_new_and_answers_as_if_it_had_read_all(loaded, talk
   letters = np.asarray([loaded[1].encode("abcdef", bos=False)])  # text that has these tokens again
   generate, reading, asked = chat.generate, turn.read, []
 
-  def spy(*args):
-    asked.append(reading(*args))
+  def spy(*args, **how):
+    asked.append(reading(*args, **how))
     return asked[-1]
 
   monkeypatch.setattr(turn, "read", spy)
@@ -141,6 +141,41 @@ def test_an_answer_that_is_stopped_is_kept(talk, monkeypatch):
     assert talk.ask("Who?").startswith("stopped")
   assert said(talk) == ["half "]
   assert read(talk.ask("Why?")) > 30  # all of it again
+
+
+@pytest.mark.parametrize("name", ["infllm", "full"])
+def test_a_message_whose_reading_is_stopped_is_read_on(loaded, tmp_path, monkeypatch, name):
+  """The same question, or another about the same file; then one that begins otherwise."""
+  (file := tmp_path / "text").write_text("".join(map(chr, range(33, 122))) * 2)
+  monkeypatch.setattr(turn, "LEAST", 16)
+  reads, prefilled = [], turn.read
+  monkeypatch.setattr(
+    turn, "read", lambda *a, **how: (reads.append(how["begun"]), prefilled(*a, **how))[1]
+  )
+
+  def stop(self, said):
+    raise KeyboardInterrupt
+
+  def conversation(*stopped, attached=True, last="Why?"):
+    talk = chat.Conversation(*loaded, dataclasses.replace(ARGS, method=name, length=600))
+    talk.ask("Who?")
+    if attached:
+      chat.obey(talk, f"/file {file}")
+    for question in stopped:
+      with monkeypatch.context() as patch:
+        patch.setattr(console.Step, "progress", stop)
+        said = talk.ask(question)
+      read_so_far = int(said.split("stopped after ")[1].split()[0])
+    line = talk.ask(last)
+    assert reads[-1] == (read_so_far if attached and stopped else 0)
+    return talk.messages, read(line)
+
+  plain = conversation()
+  assert conversation("Why?") == conversation("Where?", "Where?", "Why?") == plain
+  _, count = conversation(attached=False)
+  again, more = conversation("Long " * 20, attached=False)
+  assert [x["content"] for x in again[::2]] == ["Who?", "Why?"]
+  assert more > count  # all of the conversation
 
 
 def test_the_program_talks_until_the_end_of_its_input(loaded, monkeypatch, capsys):

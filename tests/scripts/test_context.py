@@ -127,7 +127,7 @@ def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
       program, "generate", generated, "on_chunk", lambda before, tokens: before + tokens.shape[1]
     )
   if read is not None:
-    raising(turn, "prefill", read, "on_chunk", lambda before, now, _: now)
+    raising(turn.PromptStream, "feed", read, "on_chunk", lambda before, now, _: now)
   path = write(tmp_path, b"ABCDEFGH IJKLMNOP\n" * 12)
   monkeypatch.setattr(sys, "stdout", out)
   args = program.Args("WHO?", method="ltri", budget=24, context_file=path, steps=24, raw=True)

@@ -100,13 +100,10 @@ def test_a_long_prompt_is_read_in_pieces_that_show(monkeypatch, capsys):
   shown, ids, method = [], list(range(50)), kvjax.Full()
   step = console.step("reading")
   monkeypatch.setattr(step, "progress", shown.append)
-  caches = method.init_caches(model.spec(1, 64))
-  taken = turn.Turn()
-  logits, _ = turn.read(model, ids, caches, method, taken, step)
+  taken, spec = turn.Turn(), model.spec(1, 64)
+  logits, _ = turn.read(model, ids, method.init_caches(spec), method, spec, taken, step)
   assert shown == ["32%", "64%", "96%", ""] and taken.read == 50
-  once, _ = turn.prefill(
-    model, jnp.array([ids]), np.array([50]), method.init_caches(model.spec(1, 64)), method
-  )
+  once, _ = turn.prefill(model, jnp.array([ids]), np.array([50]), method.init_caches(spec), method)
   np.testing.assert_allclose(logits, once, atol=1e-5)
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.core.context import At, Turn
 from kvjax.core.fields import least
 from kvjax.families.prompt_scored import PromptScored
+from kvjax.primitives.rope import angles
 
 FIRST = 1e30  # the score of the first tokens, above all others
 
@@ -48,7 +49,7 @@ class ExpectedAttention(PromptScored):
     d = jnp.where(counted, x - mean[:, :, :, None], 0)
     cov = jnp.einsum("bkgth,bkgtj->bkghj", d, d) / n[..., None]  # Σ
     next_ones = pos[:, 0].max(-1)[:, None] + 1 + jnp.arange(self.future)
-    angle = next_ones[..., None] * jnp.asarray(at.env.rope.frequencies(size), jnp.float32)
+    angle = angles(jnp.asarray(at.env.rope.table(size)), next_ones[..., None])
     c, s = (f(angle).mean(1)[:, None, None] for f in (jnp.cos, jnp.sin))  # R̄
     a, b = jnp.split(staged["k"].astype(jnp.float32), 2, -1)
     k = jnp.concatenate([c * a + s * b, c * b - s * a], -1)  # R̄ᵀk: μ̄·k = μ·R̄ᵀk, and so for Σ̄

@@ -33,11 +33,11 @@ def _kernel(
   rings: bool,
   interpret: bool,
 ) -> None:
-  """qkv [B, K, G + 2, H], live [B], freq [H/2], mean [B, K, H], (victim [B, K] or ring [B, K, 2],)
-  and the cache as it is -> rotated q [B, K, G, H], words of k [B, K, S, Wk] and v [B, K, S, Wv],
-  pos, scales of k and v (, zero points of k and v) [B, K, S], seen, used [B].
+  """qkv [B, K, G + 2, H], live [B], table [4, H/2], mean [B, K, H], (victim [B, K] or ring
+  [B, K, 2],) and the cache as it is -> rotated q [B, K, G, H], words of k [B, K, S, Wk] and
+  v [B, K, S, Wv], pos, scales of k and v (, zero points of k and v) [B, K, S], seen, used [B].
   """
-  qkv_ref, live_ref, freq_ref, mean_ref, given_ref = refs[:5]  # what is given, if anything is
+  qkv_ref, live_ref, table_ref, mean_ref, given_ref = refs[:5]  # what is given, if anything is
   results = refs[-8:] if bits == 8 else refs[-10:]
   out_q_ref, words_k_ref, words_v_ref, pos_ref, *scale_refs, seen_ref, used_ref = results
   _, heads, groups, head_dim = out_q_ref.shape
@@ -74,7 +74,7 @@ def _kernel(
   scale: Any = magnitude
   if turned < half and magnitude != 1:
     scale = jnp.where(column < turned, magnitude, 1.0)[None, :]
-  cos, sin = turn(freq_ref, seen, column[:, None], scale)
+  cos, sin = turn(table_ref, seen, column[:, None], scale)
 
   def rotated(x: Array, y: Array) -> tuple[Array, Array]:
     """In the model's dtype, as keys are before they are quantised."""
@@ -191,7 +191,7 @@ def enter_codes(
   if len(given) > 1:
     raise ValueError("enter_codes: found victim and ring, expected one at most")
   head_dim = qkv.shape[3]
-  freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+  table = jnp.asarray(rope.table(head_dim))
   kernel = functools.partial(
     _kernel,
     magnitude=rope.magnitude,
@@ -202,4 +202,4 @@ def enter_codes(
     interpret=backend.interpreted(interpret),
   )
   cache = [words_k, words_v, pos, *scales, seen, used]
-  return launch(kernel, [qkv, live, freq, mean, *given], cache, "enter_codes", interpret)
+  return launch(kernel, [qkv, live, table, mean, *given], cache, "enter_codes", interpret)

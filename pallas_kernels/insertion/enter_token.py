@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.common import backend
 from kvjax.primitives.ring import place_of
-from kvjax.primitives.rope import Rope
+from kvjax.primitives.rope import Rope, angles
 
 WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 
@@ -34,11 +34,11 @@ def _kernel(
   weighs: bool,
   interpret: bool,
 ) -> None:
-  """qkv [B, K, G + 2, H], live [B], freq [H/2], (victim [B, K] or ring [B, K, 2] or first [1],) and
-  the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K/P, S, H], pos (, norm) [B, K/P, S],
-  seen, used [B]. `room`: the victim is the slot, and rows count as far as that.
+  """qkv [B, K, G + 2, H], live [B], table [4, H/2], (victim [B, K] or ring [B, K, 2] or first
+  [1],) and the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K/P, S, H], pos (, norm)
+  [B, K/P, S], seen, used [B]. `room`: the victim is the slot, and rows count as far as that.
   """
-  qkv_ref, live_ref, freq_ref, given_ref = refs[:4]  # what is given beside them, if anything is
+  qkv_ref, live_ref, table_ref, given_ref = refs[:4]  # what is given beside them, if anything is
   results = refs[-7:] if weighs else refs[-6:]
   out_q_ref, cache_k_ref, cache_v_ref, pos_ref, *norm_ref, seen_ref, used_ref = results
   _, rows, slots, head_dim = cache_k_ref.shape
@@ -70,7 +70,7 @@ def _kernel(
     slot = victim if room is not None else jnp.where(used < slots, slot, victim)
   whole = turned == half or magnitude == 1
   scale = magnitude if whole else jnp.where(column < turned, magnitude, 1.0)[None, :]
-  cos, sin = turn(freq_ref, seen, column[:, None], scale)
+  cos, sin = turn(table_ref, seen, column[:, None], scale)
 
   def rotated(x: Array, y: Array) -> tuple[Array, Array]:
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -102,14 +102,15 @@ def _kernel(
   used_ref[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
 
-def turn(freq_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
+def turn(table_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
   """cos and sin of every column's angle, times `scale`, [1, C].
 
   Columns stand alone in a maximum over nothing, which keeps them one to a thread: where they are
   used a thread has eight, and a cosine is a hundred instructions.
   """
-  half = freq_ref.shape[0]
-  angle = seen.astype(jnp.float32) * backend.load(freq_ref, column, mask=column < half)
+  half = table_ref.shape[1]
+  rows = (backend.load(table_ref, i, column, mask=column < half, other=0) for i in range(4))
+  angle = angles(tuple(rows), seen)
   cos, sin = jnp.cos(angle).max(axis=1), jnp.sin(angle).max(axis=1)
   return cos[None, :] * scale, sin[None, :] * scale
 
@@ -155,7 +156,7 @@ def enter_token(
     q rotated, in its own dtype, and the cache arrays: k, v, pos (, norm), seen, used.
   """
   _, kv_heads, _, head_dim = qkv.shape
-  freq = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+  table = jnp.asarray(rope.table(head_dim))
   first, size = (None, None) if part is None else (part[0].reshape(1).astype(jnp.int32), part[1])
   given = [x for x in (victim, ring, first) if x is not None]
   if len(given) > 1:
@@ -180,7 +181,7 @@ def enter_token(
     interpret=backend.interpreted(interpret),
   )
   cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
-  return launch(kernel, [qkv, live, freq, *given], cache, "enter_token", interpret)
+  return launch(kernel, [qkv, live, table, *given], cache, "enter_token", interpret)
 
 
 def launch(

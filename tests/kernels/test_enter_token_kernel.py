@@ -21,7 +21,7 @@ def operands(seed, heads, groups, head_dim, dtype=jnp.float32):
   q, k, v = (jnp.asarray(rng.normal(size=size), dtype) for size in sizes)
   cache = [jnp.asarray(rng.normal(size=(4, heads, SLOTS, head_dim)), dtype) for _ in range(2)]
   used = np.array([0, 3, SLOTS, 4], np.int32)
-  seen = np.array([0, 3, 900, 4], np.int32)
+  seen = np.array([0, 3, 16_000_900, 4], np.int32)  # one far away
   pos = np.where(np.arange(SLOTS) < used[:, None], np.arange(SLOTS), -1)
   pos = np.broadcast_to(pos[:, None], (4, heads, SLOTS)).astype(np.int32)
   victim = rng.integers(0, SLOTS, (4, heads)).astype(np.int32)

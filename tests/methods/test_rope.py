@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.primitives.rope import Linear, Llama3, Rope, Yarn
+from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn, angles
 
 rotate, shift = (jax.jit(f, static_argnums=0) for f in (Rope.rotate, Rope.shift))
 
@@ -38,6 +38,49 @@ def test_logits_depend_on_distance_only():
 
   assert logit(9, 4) == pytest.approx(logit(109, 104), abs=1e-4)
   assert logit(9, 4) != pytest.approx(logit(9, 5), abs=1e-3)
+
+
+ROPES = [
+  Rope(5e5),
+  Rope(scaling=Linear(4.0)),
+  Rope(5e5, Llama3()),
+  Rope(scaling=Yarn(4.0, 2048)),
+  Rope(scaling=LongRope(tuple(np.linspace(0.1, 9, 32)))),  # the first pair turns 1.6 times a token
+  Rope(partial=0.5),
+]
+FAR = np.array([32_768, 40_001, 1_000_000, 16_000_000, 16_777_217, 100_000_000])
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
+def test_angles_far_away_are_exact(rope):
+  """Within 1e-6 of float64's, on either side of 0."""
+  freq = rope.frequencies(64)
+  for pos in (FAR, -FAR):
+    found = angles(jnp.asarray(rope.table(64)), jnp.asarray(pos, jnp.int32)[:, None])
+    off = np.angle(np.exp(1j * (np.float64(found) - pos[:, None] * freq)))
+    assert np.abs(off).max() < 1e-6
+  back = rope.shift(rope.shift(jnp.ones((6, 64)), jnp.array(FAR)), jnp.array(-FAR))
+  np.testing.assert_allclose(back, 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=range(len(ROPES)))
+def test_angles_of_ordinary_positions_are_float32_products(rope):
+  """Bit by bit, as models are trained with and as every cache has them."""
+  pos = jnp.array([0, 1, 4095, 32_767, -5, -32_767])[:, None]
+  found = jax.jit(angles)(jnp.asarray(rope.table(64)), pos)
+  want = np.float32(pos) * np.float32(rope.frequencies(64))
+  np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("start", [1_000_000, 16_000_000, 100_000_000])
+def test_a_window_far_away_is_that_of_the_first_tokens(start):
+  rng = np.random.default_rng(1)
+  q, k = np.float32(rng.normal(size=(2, 40, 16)))
+  here, there = (
+    rotate(Rope(), q, at + np.arange(40)) @ rotate(Rope(), k, at + np.arange(40)).T
+    for at in (0, start)
+  )
+  np.testing.assert_allclose(there, here, atol=2e-5)
 
 
 @pytest.mark.parametrize("scaling", [None, Linear(4.0), Llama3(), Yarn(4.0, 2048)])

@@ -22,12 +22,14 @@ from jaxtyping import Array, Float, Int
 from kvjax.core import slots
 from kvjax.core.context import Env, OwnRows
 from kvjax.ops import table
+from kvjax.primitives import host_memory
 
 table.declare("append_blocks", pallas="kvjax.kernels.insertion.host_blocks:append")
 table.declare("fetch_blocks", pallas="kvjax.kernels.insertion.host_blocks:fetch")
 table.declare("move_rows", pallas="kvjax.kernels.insertion.host_blocks:move")
 
 SEGMENT_BYTES = 1 << 30
+CHECKED_BYTES = 1 << 26  # of a store; smaller ones are laid out without a look at the system
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT_GB = 64  # what the GPU backend takes for its pool of pinned memory
 
@@ -44,6 +46,8 @@ def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dty
   each = max(1, min(blocks, SEGMENT_BYTES // of_block))
   sizes = [min(each, blocks - first) for first in range(0, blocks, each)]
   shapes = [(batch, kv_heads, n, block, head_dim) for n in sizes]
+  if 2 * blocks * of_block >= CHECKED_BYTES and not _traced():
+    check_room(2 * blocks * of_block)
   return OwnRows({name: tuple(_zeros(shape, dtype) for shape in shapes) for name in ("k", "v")})
 
 
@@ -120,11 +124,15 @@ def _rows(tree: Any, rows: Int[Array, " R"]) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-  traced = isinstance(jnp.zeros(()), jax.core.Tracer)
-  if traced or not on_host():
+  if _traced() or not on_host():
     return jnp.zeros(shape, dtype)
   with _explained(math.prod(shape) * jnp.dtype(dtype).itemsize):
     return _pinned(shape, jnp.dtype(dtype))().block_until_ready()
+
+
+def _traced() -> bool:
+  """True if what is laid out is laid out abstractly."""
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 @functools.cache
@@ -158,10 +166,19 @@ def _advice() -> str:
 
 
 def check_room(size: int) -> None:
-  """Raises MemoryError if `size` bytes can not fit in the pool of pinned host memory."""
-  if on_host() and size > float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30:
+  """Raises MemoryError if `size` bytes can not fit in the host's memory, or its pool for a GPU."""
+  there = host_memory.available()
+  if on_host():
+    if size > float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30:
+      raise MemoryError(
+        f"offload: found a store of {size / 2**30:.1f} GiB, expected less; {_advice()}"
+      )
+    there += host_memory.resident()  # the pool keeps what it had, and uses it again
+  if size > there:
     raise MemoryError(
-      f"offload: found a store of {size / 2**30:.1f} GiB, expected less; {_advice()}"
+      f"offload: found {size / 2**30:.1f} GiB of caches, expected at most the "
+      f"{there / 2**30:.1f} GiB of host memory that are available: take a smaller capacity, or "
+      "fewer rows"
     )
 
 

@@ -21,6 +21,7 @@ from kvjax.runtime import sharding
 
 _UNITS = {"B": 0, "bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 _REQUEST = re.compile(r"allocat\w*\s+(?:of\s+)?([\d.]+)\s*(bytes|B|[KMGT]iB)", re.IGNORECASE)
+COUNTED = 1 << 20  # tokens up to which a cache's arrays are counted one by one
 SPARE = 0.05  # of a device's memory, left for what is not counted
 
 
@@ -84,6 +85,44 @@ def plan_memory(
     else:
       device += math.prod(part) * x.dtype.itemsize
   return MemoryPlan(device, host)
+
+
+def check_host(method: Method, spec: CacheSpec, name: str = "spec.capacity") -> None:
+  """Raises if the host's memory can not hold a method's caches: its stores, on a CPU all of them.
+
+  Args:
+    method: the KV-cache method.
+    spec: sizes of the caches.
+    name: what sets the capacity, in the message.
+
+  Raises:
+    MemoryError: the message says what they take, and what there is.
+  """
+
+  def size(capacity: int) -> int:
+    held = dataclasses.replace(spec, capacity=capacity)
+    caches = jax.eval_shape(lambda: method.init_caches(held))
+    counted = offload.hosted(caches) if offload.on_host() else jax.tree.leaves(caches)
+    return sum(x.size * x.dtype.itemsize for x in counted)
+
+  need = _affine(size, spec.capacity)
+  try:
+    offload.check_room(need)
+  except MemoryError as error:
+    raise MemoryError(
+      f"{name}: found {spec.capacity:,} tokens, whose caches take {readable(need)} of the host's "
+      f"memory under {method!r}; {error}"
+    ) from error
+
+
+def _affine(size: Callable[[int], int], capacity: int) -> int:
+  """size(capacity); beyond `COUNTED` tokens by its growth up to there, as a store of billions of
+  tokens has millions of segments.
+  """
+  if capacity <= COUNTED:
+    return size(capacity)
+  half, whole = size(COUNTED // 2), size(COUNTED)
+  return whole + (whole - half) * (capacity - COUNTED) // (COUNTED // 2)
 
 
 def device_limit() -> int:

@@ -24,7 +24,7 @@ from kvjax.models.decode.pieces import Pieces, undivided
 from kvjax.models.decode.prefill import caller, check_sound
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
-from kvjax.runtime import arguments
+from kvjax.runtime import arguments, memory
 
 FIRST = 1 << 17  # tokens that the store of a longer stream has room for at first
 
@@ -110,6 +110,7 @@ class PromptStream:
       raise ValueError(f"total: found {total} with chunk = {chunk}, expected both or neither")
     if total is not None:
       total = checks.of_rows("total", total, spec.batch).astype(np.int32)
+    memory.check_host(method, spec)
     self._model, self._method, self._most, self._ended = model, method, spec, False
     self._sizes, self._how = _sizes(model, method, spec), (chunk, total)
     by_layer.bound_programs()

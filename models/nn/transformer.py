@@ -175,6 +175,7 @@ class Transformer(nnx.Module):
     """
     check_method("method", method)
     spec = self.spec(batch, capacity, dtype)
+    memory.check_host(method, spec)
     with memory.explained("init_caches", method, spec, self.mesh, self.weight_bytes):
       # A GPU says only when it is waited for that it had no room.
       if self.mesh is None:

@@ -33,7 +33,8 @@ from kvjax.models.decode.generate import generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.programs import common, console, context, methods, turn
+from kvjax.programs import common, console, methods, turn
+from kvjax.runtime import memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Conversation:
       raise ValueError(f"budget: found {budget}, expected at least 1")
     method = labels.instance(name, budget, "method")
     self._spec = self._model.spec(1, self._args.length)
-    context.check_room(method, self._spec)
+    memory.check_host(method, self._spec, "--length")
     self.name, self.budget, self.method = name, budget, method
     self._live: Live | None = None
 

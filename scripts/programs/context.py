@@ -1,23 +1,15 @@
 """A long text as a part of a prompt: read from its file and tokenised piece by piece."""
 
 import codecs
-import dataclasses
-import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
-
-from kvjax.core.cache import CacheSpec
-from kvjax.families.method import Method
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.ops import offload
 from kvjax.programs import console
 
 PIECE = 1 << 20  # bytes that are read at a time
 SEAM = 64  # characters before a piece that it is encoded after
-COUNTED = 1 << 20  # tokens up to which a cache's arrays are counted one by one
 _MARK = "\N{REPLACEMENT CHARACTER}context\N{REPLACEMENT CHARACTER}"
 
 
@@ -92,39 +84,3 @@ def encode(
       before = piece[-SEAM:] or before
       bar.update(count)
   return ids + tokenizer.encode(spaces + tail, bos=False, after=before)
-
-
-def check_room(method: Method, spec: CacheSpec) -> None:
-  """Raises if the caches of so long a context can not fit in this machine's memory.
-
-  Raises:
-    MemoryError: the message says what they take and what there is.
-  """
-
-  def size(capacity: int) -> int:
-    """Bytes in the host's memory, where stores lie apart from the device's, else of everything."""
-    held = dataclasses.replace(spec, capacity=capacity)
-    caches = jax.eval_shape(lambda: method.init_caches(held))
-    counted = offload.hosted(caches) if offload.on_host() else jax.tree.leaves(caches)
-    return sum(x.size * x.dtype.itemsize for x in counted)
-
-  need = _affine(size, spec.capacity)
-  if offload.on_host():
-    offload.check_room(need)
-    return
-  there = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  if need > there:
-    raise MemoryError(
-      f"--context-file: found {spec.capacity:,} tokens, whose caches take "
-      f"{need / 2**30:.1f} GiB, expected at most the {there / 2**30:.1f} GiB that are free"
-    )
-
-
-def _affine(size: Callable[[int], int], capacity: int) -> int:
-  """size(capacity); beyond `COUNTED` tokens by its growth up to there, as a store of billions of
-  tokens has millions of segments.
-  """
-  if capacity <= COUNTED:
-    return size(capacity)
-  half, whole = size(COUNTED // 2), size(COUNTED)
-  return whole + (whole - half) * (capacity - COUNTED) // (COUNTED // 2)

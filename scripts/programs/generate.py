@@ -33,7 +33,7 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, context, many, turn
-from kvjax.runtime import processes
+from kvjax.runtime import memory, processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def answer(
 ) -> None:
   """Answers one prompt: its text as it comes, or with --json what is known in the end."""
   spec = model.spec(1, many.rounded(-(-len(ids) // 64) * 64 + args.steps, model))
-  context.check_room(method, spec)
+  memory.check_host(method, spec, "the prompt and --steps")
   what = f"the prompt and --steps {args.steps}"
   turn.check_context(model, method, 0, len(ids) + args.steps, what)
   taken = turn.Turn()

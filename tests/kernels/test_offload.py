@@ -136,6 +136,7 @@ def test_shapes_only():
 
 def test_a_pool_that_is_too_small(monkeypatch):
   monkeypatch.setattr(offload, "on_host", lambda: True)
+  monkeypatch.setattr(offload.host_memory, "available", lambda: 1 << 40)
   monkeypatch.delenv(offload.LIMIT, raising=False)
   offload.check_room(64 << 30)
   message = f"found a store of 98.0 GiB.*holds 64 GB: set {offload.LIMIT} before jax is imported"

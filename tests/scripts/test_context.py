@@ -6,7 +6,6 @@ import sys
 import jax
 import pytest
 
-from kvjax import CacheSpec, Full, InfLLM, plan_memory
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, context, turn
 from kvjax.programs import generate as program
@@ -81,25 +80,6 @@ def test_files_and_pipes_that_are_no_text(tmp_path, monkeypatch):
 def test_no_file(tmp_path):
   with pytest.raises(FileNotFoundError, match="--context-file: found no file"):
     list(context.read(tmp_path / "nothing"))
-
-
-def test_a_context_that_does_not_fit():
-  huge = CacheSpec(1, 1 << 34, kv_heads=8, groups=4, head_dim=128, layers=32)
-  with pytest.raises(MemoryError, match="found 17,179,869,184 tokens, whose caches take"):
-    context.check_room(InfLLM(), huge)
-  context.check_room(InfLLM(4, 8, 4, 2), model().spec(1, 100))
-
-
-@pytest.mark.parametrize("method", [InfLLM(4, 8, 4, 2), Full()], ids=["infllm", "full"])
-def test_what_is_too_long_to_count_is_reckoned(method, monkeypatch):
-  spec = model().spec(1, 5 << 10)
-  exact = plan_memory(spec, method).device
-  monkeypatch.setattr(context, "COUNTED", 1 << 10)
-  monkeypatch.setattr(context.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1}.get(name, exact - 1))
-  with pytest.raises(MemoryError, match="found 5,120 tokens"):
-    context.check_room(method, spec)
-  monkeypatch.setattr(context.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1}.get(name, exact))
-  context.check_room(method, spec)
 
 
 def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):

@@ -1,7 +1,10 @@
 """Prompts that come in parts: the same bits however they come, are interrupted, grow, are kept."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 
 import chex
 import jax
@@ -163,3 +166,15 @@ def rest(stream):
   return [
     (row, int(n + waits)) for row, n, waits in zip(rows, stream.seen, stream.waiting, strict=True)
   ]
+
+
+@pytest.mark.slow
+def test_a_stream_that_is_killed_has_the_bits_of_one_that_is_not(tmp_path):
+  """SIGKILL at random places, once while it saves; each time a new process goes on."""
+  command = [sys.executable, "-m", "scripts.tools.soak_streams", "--method", "infllm"]
+  how = {"tokens": 1500, "kills": 3, "every": 200, "budget": 64, "out": tmp_path}
+  subprocess.run([*command, *(f"--{name}={x}" for name, x in how.items())], check=True)
+  record = json.loads((tmp_path / "cpu" / "soak_streams.json").read_text())
+  assert record["differ"] == [] and record["tokens"] == 1500
+  assert len(record["kills"]) == 3 and any(kill["saving"] for kill in record["kills"])
+  assert all(kill["resumed"] <= kill["at"] for kill in record["kills"])

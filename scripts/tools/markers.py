@@ -1,13 +1,9 @@
-"""Parts of a document that programs write: what stands between `<!-- NAME: begin -->` and `end`.
-
-A figure in a sentence stands between `<!--NAME-->` and `<!--.-->`.
-"""
+"""Parts of a document that programs write: what stands between `<!-- NAME: begin -->` and `end`."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 _BEGIN = re.compile(r"^<!-- ([\w./ -]+): begin -->$", re.MULTILINE)
-_FIGURE = re.compile(r"<!--([\w.-]*\w)-->(.*?)<!--\.-->", re.DOTALL)
 
 
 def names(text: str) -> list[str]:
@@ -29,18 +25,8 @@ def filled(text: str, name: str, lines: Sequence[str]) -> str:
   return "\n".join([before + begin, *lines, "", end + after])
 
 
-def figures(text: str) -> list[str]:
-  """The figures in sentences, in their order."""
-  return [name for name, _ in _FIGURE.findall(text)]
-
-
-def quoted(text: str, figure: Callable[[str], str]) -> str:
-  """The document with other figures in its sentences, by their names."""
-  return _FIGURE.sub(lambda found: f"<!--{found[1]}-->{figure(found[1])}<!--.-->", text)
-
-
 def outside(text: str) -> str:
-  """The document without the parts and figures that programs write."""
+  """The document without the parts that programs write."""
   for name in names(text):
     text = filled(text, name, [])
-  return quoted(text, lambda name: "")
+  return text

@@ -1,13 +1,13 @@
-"""For developers: write the figures of README and of the results from the result files.
+"""For developers: write the tables of README and of the results from the result files.
 
 The pictures and tables of kvjax/README and kvjax/methods/README come from the code.
 
     python -m scripts.tools.tables         rewrites what differs
     python -m scripts.tools.tables --check writes nothing: shows what differs, and fails if any does
 
-Parts and figures of documents that stand between markers are made by `scripts.tools.tablemakers`,
-which says how the markers read, from cases and contenders by name: after a new run of a suite, this
-is all there is to do. A case that is missing is named, and nothing is written.
+Parts of documents that stand between markers are made by `scripts.tools.tablemakers`, which says
+how the markers read, from cases and contenders by name: after a new run of a suite, this is all
+there is to do. A case that is missing is named, and nothing is written.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ FROM_TESTS = {"integrations"}  # parts that scripts.tools.support_table writes
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes the figures of README and of the results from the result files."""
+  """Writes the tables of README and of the results from the result files."""
 
   check: bool = False
   """Writes nothing: shows what differs, with exit status 1 if anything does."""
@@ -38,7 +38,7 @@ class Args:
 
 
 def made(text: str, results: Results) -> str:
-  """A document with its parts and figures made anew.
+  """A document with its parts made anew.
 
   Raises:
     ValueError: a part has no maker, or a figure no source; all of them are named.
@@ -50,10 +50,6 @@ def made(text: str, results: Results) -> str:
         text = markers.filled(text, name, tablemakers.maker(name)(results))
       except (ValueError, OSError) as error:
         wrong.append(f"{name}: {error}")
-  try:
-    text, _ = tablemakers.quoted(text, results)
-  except ValueError as error:
-    wrong.append(str(error))
   if wrong:
     raise ValueError("\n".join(wrong))
   return text
@@ -92,7 +88,7 @@ def main(args: Args) -> None:
         aside.write_text(new, "utf-8")
       print(f"{path}: written anew")
   if not different:
-    print("all figures are those of the files")
+    print("all tables are those of the files")
   elif args.check:
     sys.exit(1)
 

@@ -221,10 +221,10 @@ def test_other_weights_are_found_by_their_logits(ours):
 
 
 def test_tables_have_each_cell_once():
-  both = sum(not own["alone"] for own, _, _ in beside.found(Results(), beside.FOLDER))
-  doubled = [each for each in program.CELLS if each.pair == "expected_attention, window 32"]
-  assert len(beside.presses(Results())) == 2 + len(program.CELLS) - len(doubled)
-  assert len(beside.pairs(Results())) == 2 + both * sum(cell.ours for cell in program.CELLS)
+  rows, models = beside.kvpress(Results())[2:], beside.found(Results(), beside.FOLDER)
+  assert len(rows) == sum(len(means) for _, _, means in models)
+  both = sum(not own["alone"] for own, _, _ in models)
+  assert sum(" of 10 |" in row for row in rows) == both * sum(x.ours for x in program.CELLS)
 
 
 def test_only_equal_selections_are_all_of_them():
@@ -234,33 +234,23 @@ def test_only_equal_selections_are_all_of_them():
 
 
 def test_figures_that_read_alike_stand_once():
-  record = beside.found(Results(), beside.FOLDER)[0][2][0]["record"]
-  assert beside._both({"a": 10.2, "b": 9.8, "record": record}, "a", "b", "{:.0f}") == "10"
-  assert beside._both({"a": 10, "b": 9, "record": record}, "a", "b", "{:.0f}") == "10 / 9"
+  show = beside.both("a", "b", "{:.0f}")
+  assert show({"a": 10.2, "b": 9.8}) == "10" and show({"a": 10, "b": 9}) == "10 / 9"
+  assert show({"b": 9}) == "9"
 
 
 def test_missing_results_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="kvpress: found no results of models"):
-    beside.pairs(Results(tmp_path))
+    beside.kvpress(Results(tmp_path))
 
 
-def test_facts_hold_only_while_the_limits_do(tmp_path):
-  """Where uneven layers come to take a question, the table is refused."""
-  models = beside.found(Results(), beside.FOLDER)
-  model = next(own["model"] for own, _, _ in models if not own["alone"])
-  source = Results().folder / beside.FOLDER / model
-  folder = tmp_path / beside.FOLDER / model
-  folder.mkdir(parents=True)
-  for path in source.iterdir():
-    (folder / path.name).write_bytes(path.read_bytes())
-  alone, every = beside.figures(Results(tmp_path)), beside.figures(Results())
-  assert all(alone[name] == every[name] for name in ("full-bytes", "padded-tova", "presses"))
-  limits = json.loads((folder / beside.LIMITS).read_text("utf-8"))
-  (folder / beside.LIMITS).write_text(json.dumps({**limits, "uneven": ""}), "utf-8")
-  with pytest.raises(ValueError, match="found a question behind uneven layers answered"):
-    beside.figures(Results(tmp_path))
+def test_facts_of_the_capabilities_hold():
+  """Uneven layers refuse a longer question, and pads change what a press keeps."""
+  for path in (Results().folder / beside.FOLDER).glob(f"*/{beside.LIMITS}"):
+    limits = json.loads(path.read_text("utf-8"))
+    assert limits["uneven"] and min(limits["padded"].values()) < 1
 
 
 def test_every_figure_of_the_tables_comes_from_rows():
-  text = "\n".join(beside.pairs(Results()))
+  text = "\n".join(beside.kvpress(Results()))
   assert re.search(r"\| `snapkv` \| 1/8 \|", text)

@@ -98,14 +98,13 @@ def test_shares_by_hand():
 
 
 def test_the_documents_table(tmp_path):
-  path = tmp_path / studies.CERTIFICATES
-  path.parent.mkdir(parents=True)
+  path = tmp_path / "certificates.json"
   about = {"about": {"device": "cpu", "model": "tiny"}, "starts": ["a", "b"]}
   lines = study.summary([[row([0.5, 1.0], [1.0, 2.0])], [row([0.5], [1.0])]])
   path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
-  made = studies.certificates(Results(tmp_path), studies.CERTIFICATES)
-  assert made[-1] == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 | 0.5 | 0.25 |"
-  assert studies.figures(Results(tmp_path)) == {"smollm2-certified": "`2 texts`"}
+  *_, line, _, note = studies.certificates(Results(tmp_path), path.name)
+  assert line == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 | 0.5 | 0.25 |"
+  assert note == "`2 texts`"
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ def test_the_table_of_a_length_by_hand(folder):
   assert quest["less full"].startswith("−5 (−")
   assert quest["ms a token, batch 2 (× full)"] == "3.00 (0.75)"
   assert (quest["GB kept a row"], quest["GB read a step, batch 2"]) == ("0.90", "4.00")
-  assert quest["KL, nats"] == "–" and quest["`vt`"] == "10 (2–40)"
+  assert quest["KL, nats"] == "–" and quest["`vt`, not in the mean"] == "10 (2–40)"
   assert real.scores(results, "32768") == []
 
 
@@ -385,7 +385,6 @@ def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
   assert real.when(results) == real.picture(results) == []
-  assert "fastest" not in real.figures(results)
   assert real.scores(results, "8192")[0].endswith("| KL, nats |")
 
 
@@ -393,13 +392,6 @@ def test_without_results_their_folder_is_named(tmp_path):
   text = "<!-- real.when: begin -->\n<!-- real.when: end -->\n"
   with pytest.raises(ValueError, match=rf"real.when: .*{real.FOLDER}"):
     tables.made(text, Results(tmp_path))
-
-
-def test_sentences_have_the_tasks_and_the_fastest_method(folder):
-  said = real.figures(Results(folder.parents[1]))
-  assert said["tasks-8192"] == "`needle`, `niah_multikey_1`"
-  assert said["weak-8192"].startswith("; `vt`, of")
-  assert said["model"] == "tiny" and said["shape"] == "T8K, B2" and said["short"] == ""
 
 
 def test_published_figures_stand_beside_rows(tmp_path):

@@ -23,6 +23,7 @@ from scripts.tools.tablemakers import (
   cells,
   house,
   ltri,
+  quotes,
   reads,
   records,
   scores,
@@ -30,7 +31,7 @@ from scripts.tools.tablemakers import (
 from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Number, Record
 from scripts.tools.tablemakers.results import FOLDER, GPU
-from scripts.tools.tablemakers.timings import Ratio, Timing, gain, over, span
+from scripts.tools.tablemakers.timings import Ratio, Timing, gain, over
 from tests.eval_data import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[2]
@@ -62,12 +63,12 @@ def test_documents_are_made_from_the_files(name):
 
 
 def test_every_table_of_results_has_a_source_or_says_that_it_has_none():
+  """Tables that are typed say in words what libraries do, or lists pages."""
   for path in (ROOT / "scripts/results").glob("*.md"):
     text = markers.outside(path.read_text("utf-8"))
     for section in re.split(r"^## ", text, flags=re.MULTILINE):
       before, _, table = section.partition("\n|")
-      typed = TYPED in before or before == "Pages\n"
-      assert not table or typed or markers.figures(table), section
+      assert not table or TYPED in before or re.match("Pages|Capabilities", before), section
 
 
 def test_every_maker_is_named_by_a_document():
@@ -126,7 +127,7 @@ def test_a_run_writes_what_differs_and_then_nothing(copies, capsys):
   tables.main(tables.Args(documents=path.parents[2]))
   assert path.read_text("utf-8") == before
   tables.main(tables.Args(check=True, documents=path.parents[2]))
-  assert "all figures are those of the files" in capsys.readouterr().out
+  assert "all tables are those of the files" in capsys.readouterr().out
 
 
 def test_markers_that_nothing_writes_between(tmp_path):
@@ -138,16 +139,16 @@ def test_markers_that_nothing_writes_between(tmp_path):
 
 
 def test_all_that_is_missing_is_named(tmp_path):
-  text = (ROOT / "scripts/results/README.md").read_text("utf-8") + "<!--reads.nonesuch-->1<!--.-->"
+  text = (ROOT / "scripts/results/README.md").read_text(
+    "utf-8"
+  ) + "<!-- x.y: begin -->\n<!-- x.y: end -->\n"
   with pytest.raises(ValueError) as error:
     tables.made(text, Results(tmp_path))
   lines = str(error.value).splitlines()
-  modules = {name.partition(".")[0] for name in markers.figures(text)}
-  wanted = [*markers.names(text), *sorted(modules), "found no figures ['reads.nonesuch', 'speed."]
+  wanted = markers.names(text)
+  assert "x.y: found no maker of this name" in lines
   assert all(any(line.startswith(name) for line in lines) for name in wanted)
   assert any("bench_decode.json: found no such file" in line for line in lines)
-  with pytest.raises(ValueError, match=r"found no figures \['reads.nonesuch'\]"):
-    tables.made("<!--reads.nonesuch-->1<!--.-->", Results())
 
 
 # ---- markers
@@ -163,12 +164,6 @@ def test_a_part_is_written_and_the_rest_stays():
   assert markers.names(text) == ["a"] and "new" not in markers.outside(text)
 
 
-def test_figures_in_sentences_are_written_and_the_rest_stays():
-  text = "Of <!--a.b-->1\n2<!--.--> and <!--a.c--><!--.-->."
-  assert markers.figures(text) == ["a.b", "a.c"] and markers.outside(text).count("<!--a.b--><") == 1
-  assert markers.quoted(text, str.upper) == "Of <!--a.b-->A.B<!--.--> and <!--a.c-->A.C<!--.-->."
-
-
 @pytest.mark.parametrize(
   "text", ["", PART.replace("end", "END"), PART + PART, "<!-- a: end -->\n<!-- a: begin -->\n"]
 )
@@ -182,11 +177,9 @@ def test_markers_stand_once_and_in_order(text):
 
 def test_art_has_scores_only_where_it_can_stop():
   """25 rows of 3 KV heads fill an H200 with three splits: 2,048 tokens are too short."""
-  rows = {row[0]: row[1:] for row in map(_row, scores.ruler(Results())[2:])}
-  assert rows["`art:splits=fill`"][:2] == ["–", "–"] and float(rows["`art:splits=fill`"][2]) > 50
-  assert "–" not in rows["`full`"] + rows["`longflow`, 256"]
-  assert not any("`art:splits=fill`" in line for line in scores.needle(Results()))
-  assert scores.figures(Results())["short"] == "T1K and T2K"
+  rows = {row[1]: row[2:] for row in map(_row, scores.smollm2(Results())[2:]) if row[0] == "–"}
+  *short, longest = rows["`art:splits=fill`"]
+  assert short == ["–"] * 4 and float(longest) > 50 and "–" not in rows["`full`"]
 
 
 def _row(line):
@@ -201,7 +194,10 @@ def test_other_cases_contenders_and_orders_change_nothing(folder):
     found.append({**found[0], "case": "another"})
     found.reverse()
 
-  assert reads.cpe(folder(more)) == reads.cpe(Results())
+  def named(results):
+    return [line for line in reads.cpe(results) if "another" not in line]
+
+  assert named(folder(more)) == reads.cpe(Results())
 
 
 def without(found, name):
@@ -211,10 +207,7 @@ def without(found, name):
 @pytest.mark.parametrize(
   "how, said",
   [
-    (
-      lambda found: found.pop(0),
-      r"found no 'B8 T1024 32x1 1/8, random keys', expected it among",
-    ),
+    (lambda found: found.clear(), r"found no case like 'keys\$' among \[\]"),
     (
       lambda found: without(found, "kvjax"),
       r"B8 T1024 32x1 1/8, random keys: found no 'kvjax'",
@@ -235,13 +228,44 @@ def test_what_is_missing_is_named_with_its_file(folder, how, said):
 def test_a_paper_page_begins_with_figures_that_have_a_place(page):
   """The paper's column names the table, figure or section of all that it has."""
   text = (ROOT / f"scripts/results/{page}.md").read_text("utf-8")
-  table = text.partition("## Beside the paper\n\n")[2].partition("\n\n")[0]
-  head, _, *rows = map(_row, re.sub("<!--.*?-->", "", table).splitlines())
+  table = text.partition(f"<!-- quotes.beside {page}: begin -->\n\n")[2].partition("\n\n")[0]
+  head, _, *rows = map(_row, table.splitlines())
   assert head == ["", "where", "the paper", "here"]
   assert all(re.search(r"Tab\.|Fig\.|§|abstract", row[1]) and all(row) for row in rows)
-  held = [name for name in markers.figures(table) if name.startswith("papers.")]
-  wanted = whole(FOLDER / "papers.json")["pages"][page]
-  assert held == [f"papers.{page}-{i}" for i in range(len(wanted))] and len(rows) == len(wanted)
+  held = whole(FOLDER / "papers.json")["pages"][page]
+  assert [row[:3] for row in rows] == [[x["what"], x["where"], x["figure"]] for x in held]
+
+
+@pytest.fixture
+def quoted(monkeypatch):
+  """A table to quote, and how to."""
+  one, two, wide = (Number(x, HERE) for x in (1.5, 0.25, 9.0))
+  rows = [["B1", "a", say("**{:.2f} µs**", one)], ["B2", "b", two], ["B3", "b", None]]
+  rows.append(["B4", "b", say("{:.2f}", Ratio(wide, WIDE))])
+  part = cells.table(("", "", ("time", "{:.2f}")), rows, labels=2)
+  monkeypatch.setattr(tables.tablemakers, "maker", lambda name: lambda results: part)
+  return lambda row, column="time": quotes.filled(Results(), f"It is {{x.y :: {row} :: {column}}}.")
+
+
+def test_quotations_are_cells_of_other_tables(quoted):
+  """By the labels' end, or from the least to the largest of several rows, without what is wide."""
+  assert quoted("B1, a") == quoted("a") == "It is 1.50 µs." and quoted("a").records == (HERE,)
+  assert quoted("*") == "It is 0.25 to 1.50 µs (1 of 3 left out, not steady)."
+  assert quoted("B[12]*, *") == "It is 0.25 to 1.50 µs."
+  assert quotes.filled(Results(), "not measured yet") == "not measured yet"
+
+
+@pytest.mark.parametrize(
+  "reference, said",
+  [
+    (("b",), "x.y: found 3 rows like 'b', expected one"),
+    (("B5",), "x.y: found 0 rows like 'B5', expected one"),
+    (("a", "nonesuch"), r"x.y: found no column 'nonesuch' among \['time'\]"),
+  ],
+)
+def test_quotations_of_what_is_not_there_are_named(quoted, reference, said):
+  with pytest.raises(ValueError, match=said):
+    quoted(*reference)
 
 
 # ---- the rule of what is divided by
@@ -272,20 +296,9 @@ def test_a_table_leaves_such_a_ratio_out(folder):
     dense = next(row for row in found[0]["results"] if row["name"] == "dense decode")
     dense["us_quartiles"] = [40.0, 50.0]
 
-  before, after = reads.cpe(Results())[2], reads.cpe(folder(shake))[2]
+  before, after = (reads.cpe(results)[3] for results in (Results(), folder(shake)))
   assert "–" not in before
   assert "| – (dense decode: 40.0 to 50.0 µs) | – (dense decode: 40.0 to 50.0 µs) |" in after
-
-
-def test_spans_name_what_they_leave_out():
-  assert span([ratio(1.5), ratio(1.2)]) == "1.20 to 1.50"
-  assert span([ratio(1.2)], unit=" ×") == "1.20 ×"
-  assert span([ratio(-0.4), ratio(-0.05)], "{:+.1f}") == "−0.4 to −0.1"
-  left = span([ratio(1.5), ratio(9.0, WIDE)], unit=" ×")
-  assert left == "1.50 × (1 of 2 left out: Full: 19.70 to 30.20 ms)"
-  assert span([ratio(9.0, WIDE)]) == "– (Full: 19.70 to 30.20 ms)"
-  wide = [ratio(9.0, WIDE)] * 3
-  assert "3 of 4 left out: their references" in span([*wide, ratio(1.0)])
 
 
 def test_sums_are_as_steady_as_their_parts():
@@ -351,10 +364,9 @@ def whole(path):
 
 @functools.cache
 def parts(name):
-  """The figures of a document's parts and sentences, made once for all tests of them."""
+  """The figures of a document's parts, made once for all tests of them."""
   text, results = (ROOT / name).read_text("utf-8"), Results()
-  made = {part: tables.tablemakers.maker(part)(results).figures for part in markers.names(text)}
-  return made | {"sentences": tables.tablemakers.quoted(text, results)[1]}
+  return {part: tables.tablemakers.maker(part)(results).figures for part in markers.names(text)}
 
 
 @pytest.mark.core(3)
@@ -515,12 +527,12 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
     text = json.dumps({**art_study._plain(found), "about": about})
     (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
   held = Results(tmp_path)
-  makers = art.real_stops, art.real_groups, art.real_theory
-  stops, groups, theory = (make(held) for make in makers)
-  assert len(stops) == 2 + 4 and all("16,384 tokens, " in line for line in stops[2:])
+  stops, groups, theory = (
+    make(held, "qwen1.5b/tile") for make in (art.stops, art.groups, art.theory)
+  )
+  assert len(stops) == 2 + 16 and all("16,384 tokens, " in line for line in stops[2:])
   assert [line.split("|")[1].strip() for line in groups] == ["layer", "---", "3"]
-  assert len(theory) - 2 == 2 * (len(stops) - 2)
-  assert sum(" a group " in line for line in theory) == 4
+  assert len(theory) == 2 + 8 and sum(" a group " in line for line in theory) == 4
 
 
 def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_path):

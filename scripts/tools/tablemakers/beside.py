@@ -1,14 +1,13 @@
 """kvpress and kvjax on the same prompts: what both keep and find, and KVzip by its division."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
 from kvjax.programs.evals.standing import Standing
 from scripts.tools.tablemakers import cells, scored
-from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Figure, Part, Record
 from scripts.tools.tablemakers.results import GPU, Results
 from scripts.tools.tablemakers.timings import ends
@@ -23,7 +22,13 @@ DIVIDED = {
   "without": "among all layers, but that one alike",
 }
 
+SHARES = {"equal": "equal", "of fewer": "of_fewer", "heads alike": "identical"}
+NEEDLE, SCORES = ("needle_kept", "needle_kept_by_kvpress"), ("score", "score_of_kvpress")
+
 Mean = dict[str, Any]  # of a cell: its figures, its settings, and under "record" where it stands
+Show = Callable[[Mean], str]
+Labels = Mapping[str, Show]
+Columns = Sequence[tuple[str, str, Show]]  # head, what it needs of a cell, how it shows it
 
 
 @functools.cache
@@ -58,93 +63,23 @@ def _layers(row: dict[str, Any]) -> dict[str, float]:
   return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
 
 
-def said(each: Mean, text: str) -> Figure:
-  """A text with figures of a cell."""
-  return Figure(text, (each["record"],))
-
-
-def _models(results: Results, folder: str, agreed: Callable[[list[dict], list[Mean]], str]) -> str:
-  """The samples of a table, and in how far the libraries agree."""
-  texts = []
-  for own, rows, means in found(results, folder):
-    n = Figure(ends((each["n"] for each in means), "{}"), (each["record"] for each in means))
-    who = agreed(rows, means)
-    texts.append(say(f"{own['model']}, `{own['length']:,}` tokens, n = {{}}, {{}}", n, who))
-  return cells.listed(texts, "; ")
-
-
-def _logits(rows: list[dict], means: list[Mean]) -> str:
-  apart = [each for each in means if "logits_apart" in each]
-  if not apart:
-    return "kvpress alone"
-  far = max(apart, key=lambda each: each["logits_apart"])
-  return said(far, f"logits of the full caches at most {far['logits_apart']:.0e} apart")
-
-
-def pairs(results: Results) -> Part:
-  """Methods that both libraries have, at equal budgets; the question is read before the cut."""
+def _table(results: Results, folder: str, labels: Labels, columns: Columns) -> Part:
+  """A row a cell of each model; nothing where the library that a column is about was not asked."""
   rows = []
-  for each in (each for _, _, means in found(results, FOLDER) for each in means):
-    if "equal" in each:
-      row = [*_named(each), _both(each, "kept", "kept_by_kvpress", "{:.0f}")]
-      texts = [share(each[name]) for name in ("equal", "of_fewer", "identical")]
-      row += [said(each, text) for text in texts]
-      row.append(_both(each, "needle_kept", "needle_kept_by_kvpress", "{:.0f} %", 0.01))
-      row += [said(each, scored.percent(each[name])) for name in ("score", "score_of_kvpress")]
-      row.append(said(each, f"{each['same_answers']} of {each['n']}"))
-      row.append(said(each, f"{each['answer_kept']:.0%}") if "answer_kept" in each else "–")
-      rows.append([*row, _both(each, "bytes", "bytes_of_kvpress", "{:.2f}", 1e6)])
-  head = ("model", "method", "kept", "tokens a head", "equal", "of fewer", "heads alike")
-  head += ("needle's tokens kept", "found by kvjax", "by kvpress", "same answer", "of it cached")
-  return cells.table((*head, "MB"), rows, labels=3)
+  for each in (each for _, _, means in found(results, folder) for each in means):
+    row = [each["model"], *(show(each) for show in labels.values())]
+    for _, name, show in columns:
+      row.append(Figure(show(each), (each["record"],)) if name in each else "")
+    rows.append(row)
+  head = ("model", *labels, *(head for head, *_ in columns))
+  return cells.table(head, rows, labels=1 + len(labels))
 
 
-def presses(results: Results) -> Part:
-  """Scores of kvpress under its own protocol and other settings, and two yardsticks.
-
-  A press that stands there for several methods of kvjax has one row.
-  """
-  asked: dict[tuple[str, ...], dict[str, Mean]] = {}
-  for own, _, means in found(results, FOLDER):
-    presses = own["presses"]
-    for each in means:
-      first = next(name for name in presses if presses[name] == presses[each["method"]])
-      if first == each["method"] or each["method"] == "knorm":  # all at ratio 0 is "full"
-        cell = (*_named(each)[1:], MODES[each["mode"]])
-        asked.setdefault(cell, {})[own["model"]] = each
-  models = [own["model"] for own, _, _ in found(results, FOLDER)]
-  rows = [[*cell, *_by_model(models, by_model, _press, 2)] for cell, by_model in asked.items()]
-  head = ["press", "kept", "question"]
-  for model in models:
-    head += [f"{model}: needle's tokens kept", "found"]
-  return cells.table(head, rows, labels=3)
-
-
-def _by_model(
-  models: Iterable[str],
-  means: Mapping[str, Mean],
-  show: Callable[[Mean], list[str]],
-  width: int,
-) -> list[str]:
-  """Each model's columns, which are empty where it was not asked."""
-  return [x for name in models for x in (show(means[name]) if name in means else [""] * width)]
-
-
-def _press(each: Mean) -> list[str]:
-  texts = f"{each['needle_kept_by_kvpress']:.0%}", scored.percent(each["score_of_kvpress"])
-  return [said(each, text) for text in texts]
-
-
-def _named(each: Mean) -> list[str]:
-  method, comma, rest = each["method"].partition(",")
-  share = Fraction(each["budget"], each["length"]).limit_denominator(64)
-  return [each["model"], f"`{method}`{comma}{rest}", "all" if share == 1 else str(share)]
-
-
-def _both(each: Mean, ours: str, theirs: str, form: str, unit: float = 1) -> Figure:
-  """Two figures, or one where they read alike."""
-  texts = (form.format(each[name] / unit) for name in (ours, theirs))
-  return said(each, " / ".join(dict.fromkeys(texts)))
+def both(ours: str, theirs: str, form: str, unit: float = 1) -> Show:
+  """Two figures, or one where they read alike or there is one."""
+  return lambda each: " / ".join(
+    dict.fromkeys(form.format(each[name] / unit) for name in (ours, theirs) if name in each)
+  )
 
 
 def share(x: float) -> str:
@@ -154,43 +89,60 @@ def share(x: float) -> str:
   return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
 
 
+def _method(each: Mean) -> str:
+  method, comma, rest = each["method"].partition(",")
+  return f"`{method}`{comma}{rest}"
+
+
+def _part(each: Mean) -> str:
+  part = Fraction(each["budget"], each["length"]).limit_denominator(64)
+  return "all" if part == 1 else str(part)
+
+
+def kvpress(results: Results) -> Part:
+  """What both keep and find at equal budgets, and what kvpress finds under other settings."""
+  return _table(
+    results,
+    FOLDER,
+    {"method": _method, "kept": _part, "question": lambda each: MODES[each["mode"]]},
+    [
+      ("n", "n", lambda each: str(each["n"])),
+      ("tokens a head", "kept", both("kept", "kept_by_kvpress", "{:.0f}")),
+      *((head, name, lambda x, name=name: share(x[name])) for head, name in SHARES.items()),
+      ("needle's tokens kept", NEEDLE[1], both(*NEEDLE, "{:.0f} %", 0.01)),
+      ("found by kvjax", "score", lambda each: scored.percent(each["score"])),
+      ("by kvpress", SCORES[1], lambda each: scored.percent(each[SCORES[1]])),
+      ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
+      ("of it cached", "answer_kept", lambda each: f"{each['answer_kept']:.0%}"),
+      ("MB", "bytes", both("bytes", "bytes_of_kvpress", "{:.2f}", 1e6)),
+    ],
+  )
+
+
 # ---- KVzip by how a budget is divided
 
 
-def _answers(rows: list[dict], means: list[Mean]) -> str:
-  both = [row for row in rows if "answer" in row]
-  if not both:
-    return "kvpress alone"
-  apart, fewer = max(x["scores_apart"] for x in both), share(min(x["of_fewer"] for x in both))
-  same = sum(row["answer"] == row["answer_of_kvpress"] for row in both)
-  text = (
-    f"scores at most {apart:.0e} apart, {fewer} or more of a smaller selection in the larger "
-    f"one, {same} of {len(both)} answers the same text"
-  )
-  return Figure(text, (each["record"] for each in means))
+def _layer(each: Mean) -> str:
+  return f"{ends((100 * each['least'], 100 * each['most']), '{:.0f}')} %"
+
+
+def _found(each: Mean) -> str:
+  return " / ".join(dict.fromkeys(scored.percent(each[name]) for name in SCORES if name in each))
 
 
 def kvzip(results: Results) -> Part:
   """Needles found by kvpress, and by kvjax where both were asked."""
-  models = found(results, KVZIP)
-  by = {own["model"]: {(x["budget"], x["method"]): x for x in means} for own, _, means in models}
-  rows = []
-  for part in sorted({part for held in by.values() for part, _ in held}, reverse=True):
-    for how, text in DIVIDED.items():
-      there = {model: held[part, how] for model, held in by.items() if (part, how) in held}
-      rows.append([f"1/{part}", text, *_by_model(by, there, _division, 3)])
-  head = ["kept", "divided"]
-  for model in by:
-    head += [f"{model}: a layer keeps", "needle's tokens kept", "found"]
-  return cells.table(head, rows, labels=2)
-
-
-def _division(each: Mean) -> list[str]:
-  low, high = (100 * each[name] for name in ("least", "most"))
-  scores = [each[name] for name in ("score", "score_of_kvpress") if name in each]
-  right = " / ".join(dict.fromkeys(map(scored.percent, scores)))
-  kept = f"{each['needle_kept_by_kvpress']:.0%}"
-  return [said(each, text) for text in (f"{ends((low, high), '{:.0f}')} %", kept, right)]
+  return _table(
+    results,
+    KVZIP,
+    {"kept": lambda each: f"1/{each['budget']}", "divided": lambda each: DIVIDED[each["method"]]},
+    [
+      ("a layer keeps", "least", _layer),
+      ("needle's tokens kept", NEEDLE[1], lambda each: f"{each[NEEDLE[1]]:.0%}"),
+      ("found", SCORES[1], _found),
+      ("n", "n", lambda each: str(each["n"])),
+    ],
+  )
 
 
 DIVISIONS = {
@@ -210,43 +162,3 @@ def kvzip_longer(results: Results) -> Part:
     return [kept, DIVISIONS[one.method], view.n(one, "needle"), view.mean(one)]
 
   return cells.table(("kept", "divided", "n", "found, %"), view.by_budget(row), labels=2)
-
-
-# ---- figures in sentences
-
-BY_HEAD = "expected_attention, ε = 0.01, by head"
-
-
-def figures(results: Results) -> dict[str, str]:
-  """Of the last model that both ran: bytes, padded rows, versions.
-
-  Raises:
-    ValueError: kvpress does what the table of capabilities says that it does not.
-  """
-  models = found(results, FOLDER)
-  own, _, means = next((model for model in models if not model[0]["alone"]), models[0])
-  path, versions = f"{FOLDER}/{own['model']}/{LIMITS}", models[0][0]["versions"]
-  study = results.study(path, "a random model, a row of 200 behind 56 pads")
-  if not study["uneven"]:
-    raise ValueError(f"{FOLDER}: found a question behind uneven layers answered, expected an error")
-
-  def mb(name: str, side: str) -> Figure:
-    each = next(each for each in means if each["method"] == name and side in each)
-    return said(each, f"{each[side] / 1e6:.1f} MB")
-
-  zipped = {}
-  if (results.folder / KVZIP).is_dir():
-    zipped["kvzip-models"] = _models(results, KVZIP, _answers)
-  return {name: f"`{version}`" for name, version in versions.items()} | {
-    **zipped,
-    "models": _models(results, FOLDER, _logits),
-    "full-bytes": mb("full", "bytes"),
-    "snapkv-bytes": mb("snapkv", "bytes"),
-    "full-bytes-of-kvpress": mb("full", "bytes_of_kvpress"),
-    "snapkv-bytes-of-kvpress": mb("snapkv", "bytes_of_kvpress"),
-    "by-head-bytes": mb(BY_HEAD, "bytes_of_kvpress"),
-    "padded-keydiff": say("{:.0%}", study["padded"]["KeyDiffPress"]),
-    "padded-tova": say("{:.0%}", study["padded"]["TOVAPress"]),
-    "presses": say("{:.0f}", study["presses"]),
-    "compared": said(means[0], versions["kvpress"]),
-  }

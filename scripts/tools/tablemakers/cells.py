@@ -1,16 +1,16 @@
 """Cells, sentences and tables in Markdown: everything that is written carries its records."""
 
+import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from scripts.tools.tablemakers import records, timings
 from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import GPU, Case, Maker, Results
+from scripts.tools.tablemakers.results import GPU, Case, Results
 from scripts.tools.tablemakers.timings import Ratio, gain, over
 
 Column = Callable[[Case], str]
-Name = str | Callable[[Case], str]  # of a contender
 
 
 def say(template: str, *parts: Any) -> Figure:
@@ -49,15 +49,29 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
     ValueError: a row has not as many cells as the head, or a number behind the names no source.
   """
   columns = [(column, "{}") if isinstance(column, str) else column for column in head]
-  lines = [f"| {' | '.join(name for name, _ in columns)} |", "|" + "---|" * len(columns)]
-  figures: list[Figure] = []
+  names = [name for name, _ in columns]
+  part = Part([_line(names), "|" + "---|" * len(columns)])
+  part.head = names[labels:]
   for row in rows:
     if len(row) != len(columns):
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
     shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
-    figures += [x for x in map(records.without_source, shown[labels:]) if isinstance(x, Figure)]
-    lines.append(f"| {' | '.join(shown)} |")
-  return Part(lines, figures) if len(lines) > 2 else Part()
+    behind = [records.without_source(text) for text in shown[labels:]]
+    part.figures += [x for x in behind if isinstance(x, Figure)]
+    part.rows.append((", ".join(shown[:labels]), behind))
+    part.append(_line(shown))
+  return part if part.rows else Part()
+
+
+def noted(part: Part, note: Figure) -> Part:
+  """A table with what it is made of below."""
+  part += ["", f"`{note}`"]
+  part.figures.append(note)
+  return part
+
+
+def _line(texts: Iterable[str]) -> str:
+  return f"| {' | '.join(texts)} |"
 
 
 def _shown(value: Any, form: str) -> str:
@@ -80,66 +94,65 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 # ---- tables with a row a case
 
 
-def of_cases(held: Mapping[str, Case], *columns: tuple[str, Column], first: str = "") -> Part:
-  """A table of cases by their labels; each column has a head and what it shows."""
-  rows = ([label, *(show(case) for _, show in columns)] for label, case in held.items())
-  return table((first, *(head for head, _ in columns)), rows)
-
-
 def cases(
   suite: str,
-  names: Mapping[str, str] | str,
+  pattern: str,
   *columns: tuple[str, Column],
   label: Callable[[str], str] = str,
-  first: str = "",
   card: str = GPU,
-) -> Maker:
-  """A maker of such a table from a file of `kvjax.programs.bench`.
+) -> Callable[..., Part]:
+  """A maker of such a table from the cases of a suite whose names have the pattern, by their names.
 
-  Args:
-    names: of cases by their labels, or a pattern of names, which `label` turns into labels.
-    first: head of the labels.
+  A document may name another card's folder.
   """
 
-  def make(results: Results) -> Part:
-    if isinstance(names, str):
-      held = {label(case.name): case for case in results.cases(suite, names, card)}
-    else:
-      held = {text: results.bench(suite, card)[name] for text, name in names.items()}
-    return of_cases(held, *columns, first=first)
+  def make(results: Results, card: str = card) -> Part:
+    held = sorted(results.cases(suite, pattern, card), key=lambda case: _order(case.name))
+    rows = ([label(case.name), *(show(case) for _, show in columns)] for case in held)
+    return table(("", *(head for head, _ in columns)), rows)
 
   return make
 
 
-def _time(case: Case, name: Name) -> timings.Timing:
-  return case.time(name if isinstance(name, str) else name(case))
+def _order(name: str) -> list[tuple[int, str]]:
+  """Numbers in a name count as numbers."""
+  return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
-def own(name: Name = "kvjax") -> Column:
+def timed(case: Case, names: str) -> timings.Timing | None:
+  """The time of the fastest of some contenders, between bars; None where none took the case."""
+  found = [case.time(name) for name in names.split("|") if case.has(name)]
+  return min(found, key=lambda timing: timing.us, default=None)
+
+
+def own(names: str = "kvjax") -> Column:
   """The time that the row is about."""
-  return lambda case: say("{:**}", _time(case, name))
+  return lambda case: say("{:**}", timed(case, names) or case.time(names))
 
 
-def median(name: Name) -> Column:
+def median(names: str) -> Column:
   """A contender's time; a dash where it has none."""
-  return where(name, lambda case: say("{}", _time(case, name)))
+  return lambda case: say("{}", took) if (took := timed(case, names)) else "–"
 
 
-def where(name: Name, column: Column) -> Column:
-  """The cell of a column where a contender has a time, else a dash."""
-  return lambda case: (
-    column(case) if case.has(name if isinstance(name, str) else name(case)) else "–"
-  )
+def longer(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+  """Ratio of this time to the reference's; a dash where one has none."""
+
+  def show(case: Case) -> str:
+    ours, theirs = timed(case, mine), timed(case, reference)
+    return say(form, over(ours, theirs)) if ours and theirs else "–"
+
+  return show
 
 
-def faster(mine: Name, reference: Name, form: str = "{:.2f}") -> Column:
-  """Ratio of the reference's time to this one."""
-  return lambda case: say(form, gain(_time(case, mine), _time(case, reference)))
+def faster(mine: str, reference: str, form: str = "{:.2f}") -> Column:
+  """Ratio of the reference's time to this one; a dash where one has none."""
 
+  def show(case: Case) -> str:
+    ours, theirs = timed(case, mine), timed(case, reference)
+    return say(form, gain(ours, theirs)) if ours and theirs else "–"
 
-def longer(mine: Name, reference: Name, form: str = "{:.2f}") -> Column:
-  """Ratio of this time to the reference's."""
-  return lambda case: say(form, over(_time(case, mine), _time(case, reference)))
+  return show
 
 
 def over_bytes(form: str = "{:.3f}") -> Column:

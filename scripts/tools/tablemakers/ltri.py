@@ -9,29 +9,10 @@ from kvjax.programs.evals import stats
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import longer, median, own, say
 from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Part, Record
-from scripts.tools.tablemakers.results import GPU, H100, Case, Results
-from scripts.tools.tablemakers.timings import ends
+from scripts.tools.tablemakers.results import GPU, H100, Results
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
 MAPS = 32  # that a case of `spans` divides
-
-
-def _rates(case: Case) -> Figure:
-  """Tokens a second from the first mark on, the least to the most."""
-  (listed,) = case.remark(r"^tokens a second to each mark: ([\d, ]+)$")
-  later = (int(rate.replace(",", "")) for rate in listed.split(", ")[1:])
-  return Figure(ends(later, "{:,}"), listed.records)
-
-
-def _in_use(case: Case) -> Figure:
-  found = case.numbers(r"device memory in use ([\d.]+) to ([\d.]+) GiB")
-  return say("{} GiB", cells.ends(found, "{:.3f}"))
-
-
-def _vectors(results: Results) -> Figure:
-  """Index vectors on the device at 800K tokens."""
-  case = results.bench("offload")["stream"]
-  return say("{} GiB", *case.remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vec"))
 
 
 def stream(results: Results) -> Part:
@@ -39,15 +20,18 @@ def stream(results: Results) -> Part:
   host, *parts = case.remark(
     r"host memory ([\d.]+) GiB; .* has ([\d.]+) GiB of vectors, ([\d.]+) GiB of copies"
   )
+  (rates,) = case.remark(r"^tokens a second to each mark: ([\d, ]+)$")
+  later = [Figure(rate, rates.records).number for rate in rates.split(", ")[1:]]
+  in_use = cells.ends(case.numbers(r"device memory in use ([\d.]+) to ([\d.]+) GiB"), "{:.3f}")
   rows = [
-    ["tokens a second, from 100K tokens on", _rates(case)],
-    ["device memory in use after every call", _in_use(case)],
+    ["tokens a second, from 100K tokens on", cells.ends(later, "{:,.0f}")],
+    ["device memory in use after every call", say("{} GiB", in_use)],
     ["of which index vectors, copied blocks", say("{} GiB, {} GiB", *parts)],
     ["host memory", say("{} GiB", host)],
     ["a token at 100K", case.time("token at 100K")],
     ["a token at 1024K", case.time("token at 1024K")],
   ]
-  return cells.table(("1,048,576 tokens", ""), rows)
+  return cells.table(("1,048,576 tokens", "one H200"), rows)
 
 
 def parts(results: Results) -> Part:
@@ -64,14 +48,15 @@ def parts(results: Results) -> Part:
   divide = bench["spans"].time("divide") * (1 / MAPS)
   share = RETRIEVING * divide.us / bench["whole stream"].time("chunk to 200K").us
   label = f"one map a layer, of a chunk's time, in the {RETRIEVING} layers that divide"
+  vectors = bench["stream"].remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vec")
   apart = bench["stream"].rows["chunk at 100K"]["error"]
   rows += [
     ["a map of 128 × 128 divided into spans, one layer", divide],
     [label, say("{:.1%}", share)],
-    ["index vectors on the device at 800K tokens", _vectors(results)],
+    ["index vectors on the device at 800K tokens", say("{} GiB", *vectors)],
     ["four layers beside the reference, logits apart", say("{:.1%}", apart)],
   ]
-  return cells.table(("", ""), rows)
+  return cells.table(("", "one H200"), rows)
 
 
 def prefetch(results: Results) -> Part:
@@ -89,7 +74,6 @@ def prefetch(results: Results) -> Part:
 # ---- needles: of every method what was asked, what it answered, and what it retrieved
 
 CARDS = {"cpu": "CPU", GPU: "NVIDIA H200", H100: "NVIDIA H100 80GB HBM3"}
-QUOTED = {"2K": "cpu/needles", "8K": f"{GPU}/needles", "real": f"{H100}/real/needles"}
 FILE = "needles.json"
 
 
@@ -151,23 +135,3 @@ def _retrieved(
   gone = (about["length"] - 16 - about["init"] - about["window"]) // about["block"]
   chance = Number(min(1.0, about["retrieved"] / max(gone, 1)), record)
   return [Number(by_layer.mean(), record), None if "inject" in name else chance, best]
-
-
-# ---- figures in sentences
-
-
-def figures(results: Results) -> dict[str, str]:
-  whole = results.bench("offload")["whole stream"]
-  found = {
-    "vectors": _vectors(results),
-    "rates": _rates(whole),
-    "token": median("token at 1024K")(whole),
-    "in-use": _in_use(whole),
-  }
-  for label, folder in QUOTED.items():
-    held = results.json(f"{folder}/{FILE}")
-    for name, answers in held["answers"].items():
-      record = _record(folder, held["about"], name, answers)
-      key = name.replace(", ", "-").replace(" ", "-")
-      found[f"{label}-{key}"] = _right(record, answers, answers)
-  return found

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,13 +28,11 @@ class Held:
 
   Attributes:
     settings: the model and the device.
-    short: methods whose walks cannot end early, and where; their rows are left out.
-    views: scores by length and mode.
+    views: scores by length and mode, without methods whose walks cannot end early there.
     costs: of steps.
   """
 
   settings: dict[str, Any]
-  short: list[str]
   views: list[View]
   costs: list[Cost]
 
@@ -81,16 +78,14 @@ class Held:
 @functools.cache
 def held(results: Results) -> Held:
   """The folder's rows and costs."""
-  settings, short = store.settings_of(results.folder / FOLDER), {}
+  settings = store.settings_of(results.folder / FOLDER)
 
   def wanted(row: dict[str, Any]) -> bool:
-    if walks.too_short(row["method"], row["budget"], row["length"], settings):
-      short[f"`{row['method']}` at T{row['length'] >> 10}K"] = True
-      return False
-    return not row["method"].startswith(WITHDRAWN)
+    short = walks.too_short(row["method"], row["budget"], row["length"], settings)
+    return not short and not row["method"].startswith(WITHDRAWN)
 
   views = scored.views(results, FOLDER, wanted, LEAST)
-  return Held(settings, list(short), views, costs.read(results.folder / FOLDER))
+  return Held(settings, views, costs.read(results.folder / FOLDER))
 
 
 def _quoted(one: Point | Cost) -> str:
@@ -129,7 +124,8 @@ def scores(results: Results, length: str) -> Part:
   for label, ones in _classes(view, boards):
     rows += [[label, *made] for made in view.ranked(ones, row)]
   rows += [["no mean", *row(one)] for one in view.whole.missing]
-  head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in tasks), "mean"]
+  head = ["tokens attended to", "method, budget", "n", *(f"`{task}`" for task in view.whole.tasks)]
+  head += [*(f"`{task}`, not in the mean" for task in view.whole.weak), "mean"]
   head += ["less full", "KL, nats"]
   if boards:
     head += [f"ms a token, batch {board.batch} (× full)" for board in boards]
@@ -302,77 +298,3 @@ def picture(results: Results) -> Part:
     f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
     for batch in dict.fromkeys(board.batch for board in boards)
   )
-
-
-# ---- figures in sentences
-
-
-def figures(results: Results) -> dict[str, str]:
-  found = held(results)
-  made = {"model": found.settings["model"], "device": found.settings["device"], "short": ""}
-  if found.short:
-    made["short"] = f" Left out, since no walk can end early there: {', '.join(found.short)}."
-  if boards := [pair for length in LENGTHS for pair in found.boards(length)]:
-    view, board = boards[-1]
-    made["shape"] = f"T{view.whole.length >> 10}K, B{board.batch}"
-    made["fastest"] = _fastest(found, view, board)
-    made |= _foreseen(found, [p.cost for _, b in boards for p in b.points if p.cost.expected_us])
-  for view in found.views:
-    made |= _by_length(view) if view.whole.mode == "aware" else {}
-  for _, board in found.boards(LENGTHS[0])[-1:]:
-    for point in board.points:
-      if point.method == "cpe":
-        ratio = over(found.time(point.cost), found.time(board.full.cost))
-        made["cpe-step"] = say("{:.2f}", ratio)
-  for view in scored.of_task(results, FOLDER, "gsm8k"):
-    for one in view.whole.by.values():
-      if one.method in (FULL, "longflow"):
-        label = f"answers-{one.budget or one.method}"
-        made |= {label: view.mean(one), f"{label}-less": view.gap(one) or "–"}
-  return made
-
-
-def _by_length(view: View) -> dict[str, str]:
-  """The tasks of a length, and every method's scores."""
-  whole = view.whole
-  weak = ", ".join(f"`{task}`" for task in whole.weak)
-  made: dict[str, str] = {
-    f"tasks-{whole.length}": ", ".join(f"`{task}`" for task in whole.tasks),
-    f"weak-{whole.length}": weak
-    and f"; {weak}, of which the full cache solves less than half, are not in it",
-    f"prompts-{whole.length}": view.n(whole.full, *whole.tasks),
-  }
-  for one in whole.by.values():
-    label = re.sub(r"[^\w.]+", "-", f"{one.method}-{one.budget or ''}").strip("-")
-    made[f"{label}-mean-{whole.length}"] = view.mean(one) or "–"
-    made[f"{label}-keys-{whole.length}"] = view.score(one, "niah_multikey_1") or "–"
-  return made
-
-
-def _foreseen(found: Held, timed: list[Cost]) -> dict[str, str]:
-  """Estimates of `advise` beside what was measured."""
-  if not timed:
-    return {}
-  far = []
-  for cost in timed:
-    ratio = (cost.expected_us or 0) / found.time(cost).us
-    if abs(ratio - 1) > 0.15:
-      far.append(say(f"{_quoted(cost)} at T{cost.length >> 10}K B{cost.batch} {{:.2f}}", ratio))
-  every = [record for cost in timed for record in found.time(cost).records]
-  return {
-    "near": say("{:.0f}", Number(len(timed) - len(far), *every)),
-    "timed": say("{:.0f}", Number(len(timed), *every)),
-    "far": cells.listed(far) if far else "none",
-  }
-
-
-def _fastest(found: Held, view: View, board: Board) -> str:
-  """Methods that keep the score, by the tokens that they attend to."""
-  parts = []
-  for same in choices.classes(board):
-    if point := _best(same, "fastest"):
-      shown = found.shown(point.cost, board.full.cost)
-      text = f"{_quoted(point)}, which attends to {{}}: {{}} ms, score less full {{}}"
-      less = view.gap(_standing(view, point))
-      parts.append(say(text, shown["attended"], shown["ms"], less))
-  return cells.listed(parts, "; ")

@@ -103,11 +103,19 @@ class Figure(str):
 
 
 class Part(list[str]):
-  """Lines of a document, with the figures in them."""
+  """Lines of a document, with the figures in them.
+
+  Attributes:
+    figures: in the order of the lines.
+    head: of a table, the columns behind the labels.
+    rows: of a table, each row's labels as one text and its cells behind them.
+  """
 
   def __init__(self, lines: Iterable[str] = (), figures: Iterable[Figure] = ()):
     super().__init__(lines)
     self.figures = list(figures)
+    self.head: list[str] = []
+    self.rows: list[tuple[str, list[str]]] = []
 
 
 def of(*sources: Any) -> Records:

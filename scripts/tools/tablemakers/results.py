@@ -117,31 +117,39 @@ class Case:
     return Timing(name, row["us"], *row.held["us_quartiles"])
 
   def remark(self, pattern: str) -> tuple[Figure, ...]:
-    """The groups of the first remark that has the pattern, with their source; shapes come last."""
-    for text in (*self.held["remarks"], self.held["shapes"]):
-      if match := re.search(pattern, text):
-        return tuple(Figure(group, text.records) for group in match.groups())
-    raise ValueError(f"{self.rows.where}: found no remark like {pattern!r}")
+    """The groups of the first remark that has the pattern, with their source; shapes come last.
+
+    Raises:
+      ValueError: none has.
+    """
+    if (found := self._search(pattern)) is None:
+      raise ValueError(f"{self.rows.where}: found no remark like {pattern!r}")
+    return found
 
   def numbers(self, pattern: str) -> list[Number]:
     """The same, as numbers."""
     return [figure.number for figure in self.remark(pattern)]
 
+  def maybe(self, pattern: str) -> Number | None:
+    """The first of these, if there is such a remark."""
+    found = self._search(pattern)
+    return found and found[0].number
+
+  def _search(self, pattern: str) -> tuple[Figure, ...] | None:
+    for text in (*self.held["remarks"], self.held["shapes"]):
+      if match := re.search(pattern, text):
+        return tuple(Figure(group, text.records) for group in match.groups())
+    return None
+
 
 class Bench(Named[Case]):
-  """The cases of a file of `kvjax.programs.bench` by their names.
-
-  Attributes:
-    suite: name of the file.
-    jax: version that ran it.
-  """
+  """The cases of a file of `kvjax.programs.bench` by their names."""
 
   def __init__(self, path: pathlib.Path, folder: pathlib.Path):
     held = bench_files.read(path)
     file, fitted = path.relative_to(folder).as_posix(), held.get("fitted", NOTHING)
     cases = Study(held, file, held["device"], 1, "cases", fitted)["cases"]
     super().__init__(str(path), {case.name: case for case in map(Case, cases)})
-    self.suite, self.jax = path.stem, str(held["jax"])
 
 
 class Results:
@@ -154,10 +162,6 @@ class Results:
 
   def bench(self, suite: str, card: str = GPU) -> Bench:
     return self._bench(self.folder / card / f"bench_{suite}.json")
-
-  def benches(self) -> list[Bench]:
-    """All of them."""
-    return [self._bench(path) for path in bench_files.inside(self.folder / GPU)]
 
   def cases(self, suite: str, pattern: str = "", card: str = GPU) -> list[Case]:
     """All of a file whose names have the pattern, in the file's order; at least one."""
@@ -180,21 +184,6 @@ class Results:
     own = held.get("about", held) if isinstance(held, dict) else {}
     card = "CPU" if own.get("device", "cpu") == "cpu" else own["device"]
     return Study(held, path, **{"card": card, "n": 1, "setting": setting, **about})
-
-  def lines(self, path: str, pattern: str, card: str, setting: str) -> list[tuple[Figure, ...]]:
-    """The groups of every line of a text that has the pattern, each with its source.
-
-    Raises:
-      ValueError: none has.
-    """
-    found = []
-    for number, line in enumerate((self.folder / path).read_text("utf-8").splitlines()):
-      if match := re.search(pattern, line):
-        where = (Record(path, ("line", number), card, 1, setting),)
-        found.append(tuple(Figure(group or "", where) for group in match.groups()))
-    if not found:
-      raise ValueError(f"{path}: found no line like {pattern!r}")
-    return found
 
 
 # Makes one part of a document: its lines, without the markers, and their figures.

@@ -6,10 +6,9 @@ from typing import Any
 from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import FULL, Standing
 from scripts.tools.tablemakers import cells, real
-from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Number, Part
-from scripts.tools.tablemakers.results import GPU, Results, Study
-from scripts.tools.tablemakers.scored import Cell, View, called, of_task, summary, views
+from scripts.tools.tablemakers.results import GPU, Results
+from scripts.tools.tablemakers.scored import View, called, of_task, summary, views
 
 # ---- a real model's full cache beside published figures, and methods on published prompts
 
@@ -109,75 +108,35 @@ def _counts(row: dict[str, Any]) -> bool:
 # ---- SmolLM2: one needle, divergence, RULER
 
 SUMMARY, SETTINGS = (f"{GPU}/evaluation/{name}.json" for name in ("summary", "settings"))
-BUDGETS = (128, 256, 512)
-METHODS = (
-  *("topk_oracle", "cis", "hshare", "prr", "quest", "infllm_v2", "double_sparsity"),
-  *("cpe", "cpe:kv=previous", "psaw", "etf", "etf:kv=previous", "infllm", "tova", "r_kv"),
-  *("streaming_llm", "lm_infinite", "h2o", "vatp", "longflow", "snapkv", "pyramidkv", "random"),
-)
-ART = "art:splits=fill"  # as many walks as fill the GPU
-UNBOUNDED = ("full", ART)
 # In these the full cache reaches half at 1K and 2K.
-RULER_TASKS = (
+RULER = (
   *("niah_single_1", "niah_single_2", "niah_single_3"),
   *("niah_multikey_1", "niah_multivalue", "niah_multiquery"),
 )
-LENGTHS = {1024: "1K", 2048: "2K", 4096: "4K"}
-RULER = ("prr", "cpe", "streaming_llm", "longflow")
 
 
-def _able(results: Results, length: int) -> list[str]:
-  """Methods without a budget, but for those whose walks cannot end early at this length."""
+def smollm2(results: Results) -> Part:
+  """A needle and divergence at 2K, and percent, the mean of RULER's tasks, by length.
+
+  Methods whose walks cannot end early at a length have no figure there, nor those that were not
+  asked.
+  """
   settings = results.json(SETTINGS)
-  return [name for name in UNBOUNDED if not walks.too_short(name, None, length, settings)]
+  held = summary(results, SUMMARY, settings["model"], settings["device"])
 
-
-def _summary(results: Results) -> dict[Cell, Study]:
-  settings = results.json(SETTINGS)
-  return summary(results, SUMMARY, settings["model"], settings["device"])
-
-
-def needle(results: Results) -> Part:
-  """Methods that do not run at the least budget have no figure there."""
-  held = _summary(results)
-
-  def score(method: str, budget: int | None) -> str | None:
-    cell = held.get(("needle", 2048, method, budget))
-    return cell and say("{:.0f}", 100 * cell["score"]["mean"])
-
-  def kl(method: str, budget: int | None) -> str | None:
-    if (cell := held.get(("kl", 2048, method, budget))) is None:
+  def mean(tasks: Sequence[str], length: int, who: tuple[str, int | None]) -> Number | None:
+    found = [held.get((task, length, *who)) for task in tasks]
+    if None in found or walks.too_short(*who, length, settings):
       return None
-    mean = cell["also"]["kl"]["mean"]
-    return say("{:.0f}" if mean == 0 else "{:.3f}" if mean >= 0.001 else "{:.4f}", mean)
+    return 100 * sum(cell["score"]["mean"] for cell in found) / len(found)
 
-  rows = [
-    [f"`{name}`", *(form(name, budget) for form in (score, kl) for budget in BUDGETS)]
-    for name in METHODS
-  ]
-  for name in _able(results, 2048):
-    found = ["", "", score(name, None), "", "", kl(name, None)]
-    rows.append([f"`{name}`, which has no budget", *found])
-  head = ("method", "needle 128", "256", "512", "KL 128", "256", "512")
-  return cells.table(head, rows)
-
-
-def ruler(results: Results) -> Part:
-  """Percent, the mean of RULER's tasks."""
-  held, rows = _summary(results), []
-  named: list[tuple[str, int | None]] = [(name, None) for name in UNBOUNDED]
-  named += [(name, budget) for name in RULER for budget in (512, 256)]
-  for method, budget in named:
-    row: list[Any] = [f"`{method}`" if budget is None else f"`{method}`, {budget}"]
-    for length in LENGTHS:
-      able = budget or method in _able(results, length)
-      found = [held[task, length, method, budget] for task in RULER_TASKS if able]
-      row.append(100 * sum(x["score"]["mean"] for x in found) / len(found) if found else None)
-    rows.append(row)
-  return cells.table(("method, budget", *((n, "{:.1f}") for n in LENGTHS.values())), rows)
-
-
-def figures(results: Results) -> dict[str, str]:
-  """Contexts in which ART's walks are too short."""
-  short = (f"T{words}" for n, words in LENGTHS.items() if ART not in _able(results, n))
-  return {"short": " and ".join(short)}
+  rows = []
+  for who in dict.fromkeys(cell[2:] for cell in held if not cell[2].startswith("ltri")):
+    kl = None if walks.too_short(*who, 2048, settings) else held.get(("kl", 2048, *who))
+    row = [mean(("needle",), 2048, who), kl and kl["also"]["kl"]["mean"]]
+    row += [mean(RULER, length, who) for length in (1024, 2048, 4096)]
+    rows.append([str(who[1] or "–"), f"`{who[0]}`", *row])
+  rows.sort(key=lambda row: (row[0] != "–", row[0], -(row[2] or 0)))
+  head = ("budget", "method", ("needle", "{:.0f}"), ("KL, nats", "{:.4f}"))
+  ruler = [(f"RULER at {n}K", "{:.1f}") for n in (1, 2, 4)]
+  return cells.table((*head, *ruler), rows, labels=2)

@@ -6,11 +6,7 @@ from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records, scored
 from scripts.tools.tablemakers.cells import ends, say
 from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import GPU, Results, Study
-
-CERTIFICATES = "cpu/certificates/certificates.json"
-LARGER = "cpu/certificates_1.5b/certificates.json"
-SHARING, LONG_SHARING = "cpu/sharing/sharing.json", f"{GPU}/real/sharing/sharing.json"
+from scripts.tools.tablemakers.results import Results, Study
 
 
 def _study(results: Results, path: str) -> Study:
@@ -34,11 +30,12 @@ SHARED = {
 
 def sharing(results: Results, path: str) -> Part:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
-  rows = []
-  for line, points in _study(results, path)["found"].items():
+  rows, study = [], _study(results, path)
+  for line, points in study["found"].items():
     for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"]):
       rows.append([f"{line}, {name}", *(_within(point, column) for column in SHARED)])
-  return cells.table(("", *(head for head, _ in SHARED.values())), rows)
+  part = cells.table(("", *(head for head, _ in SHARED.values())), rows)
+  return cells.noted(part, study["n"])
 
 
 def _within(point: Study, name: str) -> str:
@@ -54,14 +51,14 @@ def _within(point: Study, name: str) -> str:
 
 def certificates(results: Results, path: str) -> Part:
   """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
-  rows = []
-  for row in _study(results, path)["rows"]:
+  rows, study = [], _study(results, path)
+  for row in study["rows"]:
     fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
     medians = row.each("bound_over_trivial", "actual_over_trivial")
     rows.append([row["name"], row["fitted"], row["bounds"], _below(row), fails, *medians])
   head = ["bound on", "fitted to", ("bounds", "{:,.0f}"), "below the trivial maximum", "fail"]
   head += [("median bound", "{:.2g}"), ("median actual", "{:.2g}")]
-  return cells.table(head, rows, labels=2)
+  return cells.noted(cells.table(head, rows, labels=2), study["n"])
 
 
 def _below(row: Study) -> Figure:
@@ -71,49 +68,30 @@ def _below(row: Study) -> Figure:
   return share if alike else say("{} ({})", share, ends(texts, "{:.0%}"))
 
 
-# ---- keys and values in 8, 4 and 2 bits: what rounding costs two models
-
-NAMES = {
-  "full": "float32",
-  "quantised": "8 bits",
-  "quantised:bits=4": "4 bits",
-  "quantised:bits=4,group=32": "4 bits, 32 channels a scale",
-  "kivi:bits=4,residual=32": "KIVI, 4 bits, R = 32",
-  "kivi:bits=4": "KIVI, 4 bits, R = 128",
-  "quantised:bits=2": "2 bits",
-  "quantised:bits=2,group=32": "2 bits, 32 channels a scale",
-  "kivi:residual=32": "KIVI, 2 bits, R = 32",
-  "kivi": "KIVI, 2 bits, R = 128",
-}
-CACHE, SAME, N = ("cache", "{:.0%}"), ("same next token, %", "{:.1f}"), ("rows", "{:.0f}")
+# ---- keys and values in 8, 4 and 2 bits: what rounding costs a model
 
 
-def codes(results: Results) -> Part:
-  """Divergence from the full cache, and needles found, of every number of bits."""
-  held = scored.summary(results, "cpu/quantised/summary.json", "SmolLM2-135M-Instruct")
-  rows = []
-  for method, label in NAMES.items():
-    kl, needle = (held[task, 1024, method, None] for task in ("kl", "needle"))
-    found = _interval(needle["score"], ".0f", 100)
-    rows.append([label, kl["share"], *_divergence(kl), found, kl["score"]["n"]])
-  head = ["keys and values", CACHE, "KL, nats", SAME, "needles, %", N]
-  return cells.table(head, rows)
-
-
-def codes_larger(results: Results) -> Part:
-  """Divergence of the 1.5B, with keys rounded less their mean and as they are."""
-  found, before = (
-    scored.summary(results, f"cpu/quantised_1.5b/{name}.json", "Qwen2.5-Coder-1.5B-Instruct")
-    for name in ("summary", "without_mean")
+def codes(results: Results, folder: str) -> Part:
+  """Divergence from the full cache and needles found; the same with keys rounded as they are."""
+  files = (results.folder / folder / f"{name}.json" for name in ("summary", "without_mean"))
+  summary, *without = (
+    scored.summary(results, path.relative_to(results.folder).as_posix(), folder)
+    for path in files
+    if path.is_file()
   )
-  rows = []
-  for method, label in NAMES.items():
-    now, was = (held.get(("kl", 2048, method, None)) for held in (found, before))
-    if now:
-      earlier = _divergence(was) if was else [None, None]
-      rows.append([label, now["share"], *_divergence(now), *earlier, now["score"]["n"]])
-  head = ["keys and values", CACHE, "KL, nats", SAME, "KL without the mean", SAME, N]
-  return cells.table(head, rows)
+  rows, needles = [], any(cell[0] == "needle" for cell in summary)
+  for (task, *cell), kl in summary.items():
+    if task == "kl":
+      row = [f"`{cell[1]}`", kl["share"], *_divergence(kl)]
+      for was in (held.get((task, *cell)) for held in without):
+        row += _divergence(was) if was else [None, None]
+      if needles:
+        row.append(_interval(summary["needle", *cell]["score"], ".0f", 100))
+      rows.append([*row, kl["score"]["n"]])
+  same = ("same next token, %", "{:.1f}")
+  head = ["keys and values", ("cache", "{:.0%}"), "KL, nats", same]
+  head += ["KL without the mean", same] * len(without) + ["needles, %"] * needles
+  return cells.table([*head, ("rows", "{:.0f}")], rows)
 
 
 def _divergence(kl: Study) -> list[Any]:
@@ -124,51 +102,3 @@ def _divergence(kl: Study) -> list[Any]:
 def _interval(found: Study, form: str, unit: float = 1) -> Figure:
   text = scored.interval(Estimate(**found.held), form, unit)
   return Figure(text, records.of(*found.each("mean", "low", "high")))
-
-
-# ---- figures in sentences
-
-CERTIFIED = {
-  ("sharing, Δ_att by the drift's bound", "–"): "drift",
-  ("window (PSAW)", "another text"): "psaw",
-  ("freezing (ETF), keys projected", "another text"): "etf",
-}
-
-
-def figures(results: Results) -> dict[str, str]:
-  found: dict[str, str] = {}
-  for label, path in (("smollm2", SHARING), ("qwen", LONG_SHARING)):
-    if (results.folder / path).is_file():
-      shared = _shared(_study(results, path))
-      found |= {f"{label}-{name}": figure for name, figure in shared.items()}
-  for label, path in (("smollm2", CERTIFICATES), ("qwen", LARGER)):
-    if (results.folder / path).is_file():
-      study = _study(results, path)
-      found[f"{label}-certified"] = f"`{study['n']}`"
-      for row in study["rows"]:
-        if name := CERTIFIED.get((row["name"], row["fitted"])):
-          found[f"{label}-{name}"] = _below(row)
-  return found
-
-
-def _shared(study: Study) -> dict[str, str]:
-  """The table's samples, what methods attend to, and what CIS retrieves for that."""
-  seen: dict[str, list[Any]] = {}
-  for line, points in study["found"].items():
-    visited = [point["visited"]["mean"] for _, point in points.items()]
-    seen.setdefault(line.split(",")[0], []).extend(visited)
-  kept = [n for _, points in study["retrieved_tokens"].items() for _, n in points.items()]
-  made = {
-    "n": f"`{study['n'].replace('text(s)', 'texts')}`",
-    "texts": ", ".join(f"`{text}`" for text in study["texts"]),
-    "length": say("{:,.0f}", study["length"]),
-    "cis": ends(seen["CIS"], "{:.1f}"),
-    "hshare": ends(seen["HShare"], "{:.1f}"),
-    "tokens": ends(kept, "{:.0f}"),
-  }
-  # The paper's setting
-  lines = study["found"]
-  if "CIS, s = 16" in lines and "τ = 0.8" in (line := lines["CIS, s = 16"]):
-    made["retrieved"] = _within(line["τ = 0.8"], "retrieved")
-    made["ahead"] = _within(line["τ = 0.8"], "overlap ahead")
-  return made

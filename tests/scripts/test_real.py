@@ -394,25 +394,18 @@ def test_without_results_their_folder_is_named(tmp_path):
     tables.made(text, Results(tmp_path))
 
 
-def test_published_figures_stand_beside_rows(tmp_path):
-  """Three of four right, and of two keys one less than the full cache; nothing without rows."""
+def test_methods_on_one_task_by_hand(tmp_path):
+  """Of two keys one less than the full cache; nothing without rows."""
+  folder, task = "published", "lost_in_the_middle_75"
   results = Results(tmp_path)
-  assert scores.published(results) == scores.pairs(results) == []
-
-  def made(task, length, method, budget, scores):
-    return [eval_rows.row(task, method, budget, i, s, length) for i, s in enumerate(scores)]
-
-  kv = ("lost_in_the_middle_75", 5632)
+  assert scores.task(results, f"{folder} {task}") == []
+  found = {("full", None): (1.0, 1.0), ("snapkv", 1024): (1.0, 0.0)}
   every = [
-    *made("humaneval", 1536, "full", None, (1.0, 1.0, 1.0, 0.0)),
-    *made(*kv, "full", None, (1.0, 1.0)),
-    *made(*kv, "snapkv", 1024, (1.0, 0.0)),
+    eval_rows.row(task, *who, i, score, 5632)
+    for who, x in found.items()
+    for i, score in enumerate(x)
   ]
-  eval_rows.write(tmp_path / scores.FOLDER, every, **SETTINGS)
-  results = Results(tmp_path)
-  (line,) = scores.published(results)[2:]
-  assert line.startswith("| `humaneval` | chat, no examples, greedy | 70.7 |")
-  assert line.endswith("| 4 | 75.0 (30.1–95.4) |")
-  first, second = scores.pairs(results)[2:]
-  assert first.startswith("| 75 | `full` | 2 | 100 (34–100) | – |")
-  assert second.startswith("| 75 | `snapkv`, 1,024 | 2 | 50 (9–91) | −50 (")
+  eval_rows.write(tmp_path / folder, every, **SETTINGS)
+  first, second = scores.task(Results(tmp_path), f"{folder} {task}")[2:]
+  assert first.startswith("| `full` | 2 | 100.0 (34.2–100.0) | – |")
+  assert second.startswith("| `snapkv`, 1,024 | 2 | 50.0 (9.5–90.5) | −50 (")

@@ -6,13 +6,12 @@ from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
-from kvjax.programs.evals.standing import Standing
 from scripts.tools.tablemakers import cells, scored
 from scripts.tools.tablemakers.records import Figure, Part, Record
-from scripts.tools.tablemakers.results import GPU, Results
+from scripts.tools.tablemakers.results import Results
 from scripts.tools.tablemakers.timings import ends
 
-FOLDER, KVZIP, LONGER = "cpu/kvpress", "cpu/kvzip", f"{GPU}/kvzip_8K"
+FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
 LIMITS = "limits.json"
 MODES = {"aware": "before the cut", "agnostic": "after it"}
 OURS = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
@@ -143,22 +142,3 @@ def kvzip(results: Results) -> Part:
       ("n", "n", lambda each: str(each["n"])),
     ],
   )
-
-
-DIVISIONS = {
-  "full": "–",
-  "kvzip": OURS["head"],
-  "adakv:safeguard=0+kvzip": OURS["layer"],
-  "adakv:safeguard=0+kvzip:over_layers=True": OURS["all"],
-}
-
-
-def kvzip_longer(results: Results) -> Part:
-  """Needles found at the longer context, by how each budget is divided; the run was stopped."""
-  (view,) = scored.views(results, LONGER)
-
-  def row(one: Standing) -> Sequence[Any]:
-    kept = f"{one.budget:,}" if one.budget else "all"
-    return [kept, DIVISIONS[one.method], view.n(one, "needle"), view.mean(one)]
-
-  return cells.table(("kept", "divided", "n", "found, %"), view.by_budget(row), labels=2)

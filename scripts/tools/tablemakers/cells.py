@@ -5,6 +5,8 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pandas as pd
+
 from scripts.tools.tablemakers import records, timings
 from scripts.tools.tablemakers.records import Figure, Part
 from scripts.tools.tablemakers.results import GPU, Case, Results
@@ -61,6 +63,12 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
     part.rows.append((", ".join(shown[:labels]), behind))
     part.append(_line(shown))
   return part if part.rows else Part()
+
+
+def framed(rows: Iterable[dict[str, Any]], labels: int = 1) -> Part:
+  """The same of rows by their columns; what a row lacks is a dash."""
+  frame = pd.DataFrame(list(rows), dtype=object)
+  return table(frame.columns, frame.where(frame.notna(), None).itertuples(index=False), labels)
 
 
 def noted(part: Part, note: Figure) -> Part:

@@ -1,68 +1,38 @@
-"""Scores without costs: published figures, quality per byte, and SmolLM2's evaluation."""
+"""Scores without costs: methods on one task, quality per byte, and SmolLM2's evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import FULL, Standing
 from scripts.tools.tablemakers import cells, real
+from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Results
-from scripts.tools.tablemakers.scored import View, called, of_task, summary, views
-
-# ---- a real model's full cache beside published figures, and methods on published prompts
-
-FOLDER = f"{GPU}/published"
-_REPORT = "Qwen2.5-Coder's report (arXiv 2409.12186)"
-# By task: how it is asked here; the published figure in percent, with its model where that is
-# another one; where it stands, and in what its setting differs.
-PUBLISHED = {
-  "humaneval": (
-    "chat, no examples, greedy",
-    "70.7",
-    f"{_REPORT}, Table 16: its own system message, EvalPlus's inputs",
-  ),
-  "cruxeval_o": ("one worked example, greedy", "37.5", f"{_REPORT}, Table 18: Output-CoT"),
-  "gsm8k_chat": (
-    "chat, no examples, greedy",
-    "65.8 (the base model)",
-    f"{_REPORT}, Table 12: four examples; none for the instructed model",
-  ),
-  "lost_in_the_middle_140": (
-    "chat, five places, greedy",
-    "91.8 (MPT-30B-Instruct), 53.0 (LongChat-13B-16K)",
-    "EXPERIMENTS.md of nelson-liu/lost-in-the-middle, mean of its five places, 500 rows each",
-  ),
-}
+from scripts.tools.tablemakers.scored import called, of_task, summary, views
 
 
-def published(results: Results) -> Part:
-  """The full cache's scores with their 95 % intervals, each beside what was published."""
-  lines = [
-    [f"`{task}`", *about, view.n(view.whole.full, task), view.score(view.whole.full, task, ".1f")]
-    for task, about in PUBLISHED.items()
-    for view in of_task(results, FOLDER, task)
-  ]
-  head = ("task", "setting", "published, %", "source", "n", "here, %")
-  return cells.table(head, lines, labels=4)
+def task(results: Results, where: str) -> Part:
+  """Methods on a folder's task, full first, then by budget and by what they find."""
+  folder, _, name = where.partition(" ")
+  sizes = cache_bytes(row for row in results.rows(folder) if row["task"] == name)
+
+  def row(one: Standing) -> dict[str, Any]:
+    size = Number(sizes[one.method, one.budget] / 1e6, *view.records(one, name))
+    found = {"method, budget": called(one), "n": view.n(one, name)}
+    found |= {"right, %": view.score(one, name, ".1f"), "less full": view.gap(one)}
+    return found | {"MB kept a row": say("{:.1f}", size)}
+
+  view, *_ = of_task(results, folder, name) or [None]
+  return cells.framed(view.by_budget(row)) if view else Part()
 
 
-def pairs(results: Results) -> Part:
-  """Lost in the Middle's key-value retrieval: methods by what they find, full first."""
-  lines = []
-  for task in dict.fromkeys(row["task"] for row in results.rows(FOLDER)):
-    if task.startswith("lost_in_the_middle_"):
-      lines += [line for view in of_task(results, FOLDER, task) for line in _pairs(view, task)]
-  return cells.table(("pairs", "method, budget", "n", "right, %", "less full"), lines, labels=2)
-
-
-def _pairs(view: View, task: str) -> list[Sequence[Any]]:
-  def row(one: Standing) -> list[Any]:
-    name = task.removeprefix("lost_in_the_middle_")
-    return [name, called(one), view.n(one, task), view.mean(one), view.gap(one)]
-
-  full, *others = view.whole.by.values()
-  return [row(full), *view.ranked(others, row)]
+def cache_bytes(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int | None], float]:
+  """Bytes of a row's cache by method and budget, the mean."""
+  sizes: dict[tuple[str, int | None], list[int]] = {}
+  for row in rows:
+    sizes.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
+  return {who: sum(found) / len(found) for who, found in sizes.items()}
 
 
 # ---- quality per byte: what cuts, what rounds, and both, beside each other
@@ -82,21 +52,21 @@ BEST = 3  # of each share, the best by score; others of it are in the summary
 def per_byte(results: Results) -> Part:
   """Of each share of the bytes, the methods that find most; the full cache first."""
   (view,) = views(results, real.FOLDER, _counts)
-  sizes = real.cache_bytes(filter(_counts, results.rows(real.FOLDER)))
+  sizes = cache_bytes(filter(_counts, results.rows(real.FOLDER)))
   shares = {who: size / sizes[FULL, None] for who, size in sizes.items()}
 
-  def row(one: Standing) -> list[Any]:
+  def row(one: Standing, label: str) -> dict[str, Any]:
     share = Number(shares[one.method, one.budget], *view.records(one, *TASKS))
-    found = (view.score(one, task) for task in TASKS)
-    return [called(one), share, *found, view.mean(one), view.gap(one), view.kl(one)]
+    found = {"share": label, "method, budget": called(one), "cache": say("{:.0%}", share)}
+    found |= {f"`{task}`": view.score(one, task) for task in TASKS}
+    return found | {"mean": view.mean(one), "less full": view.gap(one), "KL, nats": view.kl(one)}
 
   full, *others = view.whole.by.values()
-  lines = [["all", *row(full)]]
+  rows = [row(full, "all")]
   for label, (low, high) in SHARES.items():
     inside = (one for one in others if low <= shares[one.method, one.budget] < high)
-    lines += [[label, *found] for found in view.ranked(inside, row)[:BEST]]
-  head = ["", "method, budget", ("cache", "{:.0%}"), *(f"`{task}`" for task in TASKS)]
-  return cells.table([*head, "mean", "less full", "KL, nats"], lines, labels=2)
+    rows += view.ranked(inside, lambda one, label=label: row(one, label))[:BEST]
+  return cells.framed(rows, labels=2)
 
 
 def _counts(row: dict[str, Any]) -> bool:
@@ -108,6 +78,7 @@ def _counts(row: dict[str, Any]) -> bool:
 # ---- SmolLM2: one needle, divergence, RULER
 
 SUMMARY, SETTINGS = (f"{GPU}/evaluation/{name}.json" for name in ("summary", "settings"))
+LENGTHS = (1024, 2048, 4096)
 # In these the full cache reaches half at 1K and 2K.
 RULER = (
   *("niah_single_1", "niah_single_2", "niah_single_3"),
@@ -133,10 +104,10 @@ def smollm2(results: Results) -> Part:
   rows = []
   for who in dict.fromkeys(cell[2:] for cell in held if not cell[2].startswith("ltri")):
     kl = None if walks.too_short(*who, 2048, settings) else held.get(("kl", 2048, *who))
-    row = [mean(("needle",), 2048, who), kl and kl["also"]["kl"]["mean"]]
-    row += [mean(RULER, length, who) for length in (1024, 2048, 4096)]
-    rows.append([str(who[1] or "–"), f"`{who[0]}`", *row])
-  rows.sort(key=lambda row: (row[0] != "–", row[0], -(row[2] or 0)))
-  head = ("budget", "method", ("needle", "{:.0f}"), ("KL, nats", "{:.4f}"))
-  ruler = [(f"RULER at {n}K", "{:.1f}") for n in (1, 2, 4)]
-  return cells.table((*head, *ruler), rows, labels=2)
+    needle = mean(("needle",), 2048, who)
+    row = [needle, kl and kl["also"]["kl"]["mean"], *(mean(RULER, n, who) for n in LENGTHS)]
+    rows.append((who[1] or 0, -(needle or 0), [str(who[1] or "–"), f"`{who[0]}`", *row]))
+  head = ["budget", "method", ("needle", "{:.0f}"), ("KL, nats", "{:.4f}")]
+  head += [(f"RULER at {n >> 10}K", "{:.1f}") for n in LENGTHS]
+  rows.sort(key=lambda row: row[:2])
+  return cells.table(head, (row for *_, row in rows), labels=2)

@@ -108,23 +108,6 @@ def _divided(top: Timing, bottom: Timing) -> Number:
   return top.us / bottom.us
 
 
-def span(ratios: Iterable[Ratio], form: str = "{:.2f}", unit: str = "") -> Figure:
-  """From the least to the largest of some ratios, and how many have no steady reference.
-
-  Where one or two references are not steady, their quartiles are given.
-  """
-  listed = list(ratios)
-  held = [ratio.value for ratio in listed if ratio.reference.steady]
-  wide = [ratio.reference for ratio in listed if not ratio.reference.steady]
-  why = ", ".join(f"{reference.name}: {reference.spread}" for reference in wide)
-  if len(wide) > 2:
-    why = "their references were not steady"
-  text = ends(held, form) + unit if held else "–"
-  if held and wide:
-    why = f"{len(wide)} of {len(listed)} left out: {why}"
-  return Figure(f"{text} ({why})" if wide else text, records.of(*listed))
-
-
 def ends(values: Iterable[float], form: str, between: str = " to ") -> str:
   """From the least to the largest of some values; one where they read alike."""
   listed = sorted(values)

@@ -24,6 +24,7 @@ import kvjax
 from kvjax.models.io import families
 from kvjax.programs import common
 from scripts.tools import markers
+from scripts.tools.tablemakers import cells
 from tests import tiny_hf
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ TESTS = {
   "tensor": "test_tensor_parallel_equals_one_device",
   "context": "test_context_parallel_equals_one_device",
 }
-_CASE = re.compile(r"(\w+)\[(\w+)-(\d+)x(\d+)\]")
+_CASE = re.compile(r"(\w+)-(\d+)x(\d+)")
 FAMILY_TESTS = {
   "prompt": "test_logits_equal_the_goldens",
   "steps": "test_decoding_equals_the_goldens",
@@ -54,46 +55,35 @@ class Args:
   """Reports of the tests; by default they are run."""
 
 
-def passed(reports: Sequence[pathlib.Path]) -> dict[str, set[tuple[int, int]]]:
-  """Method -> meshes (heads, slots) on which it gave what one device gives, by the last report."""
-  found: dict[str, set[tuple[int, int]]] = {}
+def cases_of(reports: Sequence[pathlib.Path]) -> dict[str, dict[str, bool]]:
+  """Test -> its cases, and whether each passed, by the last report."""
+  found: dict[str, dict[str, bool]] = {}
   for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
-    match = _CASE.fullmatch(case.get("name", ""))
-    if match and match[1] in TESTS.values():
-      mesh, meshes = (int(match[3]), int(match[4])), found.setdefault(match[2], set())
-      meshes.discard(mesh)
-      if not list(case):  # a child says what went wrong
-        meshes.add(mesh)
+    test, _, rest = case.get("name", "").partition("[")
+    found.setdefault(test, {})[rest.removesuffix("]")] = not list(case)  # a child: what went wrong
   return found
 
 
-def table(found: dict[str, set[tuple[int, int]]]) -> list[str]:
-  """The lines of the table in Markdown: methods that ran over the same meshes share a row."""
-  rows: dict[frozenset, list[str]] = {}
-  for name in kvjax.METHODS:
-    if name in found:
-      rows.setdefault(frozenset(found[name]), []).append(f"`{name}`")
-  lines = ["| methods | heads over | slots over | heads × slots |", "|---|---|---|---|"]
-  for meshes, names in rows.items():
-    heads = ", ".join(str(h) for h, s in sorted(meshes) if s == 1)
-    slots = ", ".join(str(s) for h, s in sorted(meshes) if h == 1 and s > 1)
-    both = ", ".join(f"{h} × {s}" for h, s in sorted(meshes) if h > 1 and s > 1)
-    lines.append(f"| {', '.join(names)} | {heads or '–'} | {slots or '–'} | {both or '–'} |")
-  return lines
-
-
-def cases_of(tests: Sequence[str], reports: Sequence[pathlib.Path]) -> dict[str, dict[str, bool]]:
-  """Test -> its cases, and whether each passed, by the last report."""
-  found: dict[str, dict[str, bool]] = {test: {} for test in tests}
-  for case in (case for report in reports for case in ET.parse(report).iter("testcase")):
-    test, _, rest = case.get("name", "").partition("[")
-    if test in found:
-      found[test][rest.removesuffix("]")] = not list(case)
-  return {test: cases for test, cases in found.items() if cases}
+def device_table(found: dict[str, dict[str, bool]]) -> list[str]:
+  """Meshes on which a method gave what one device gives; alike methods share a row."""
+  meshes: dict[str, set[tuple[int, int]]] = {}
+  for case, passed in (pair for test in TESTS.values() for pair in found.get(test, {}).items()):
+    method, heads, slots = _CASE.fullmatch(case).groups()
+    meshes.setdefault(method, set()).update([(int(heads), int(slots))] * passed)
+  rows: dict[tuple, list[str]] = {}
+  for name in filter(meshes.__contains__, kvjax.METHODS):
+    rows.setdefault(tuple(sorted(meshes[name])), []).append(f"`{name}`")
+  made = []
+  for both, names in rows.items():
+    heads = [str(h) for h, s in both if s == 1]
+    slots = [str(s) for h, s in both if h == 1 and s > 1]
+    mixed = [f"{h} × {s}" for h, s in both if h > 1 and s > 1]
+    made.append([", ".join(names), *(", ".join(x) or "–" for x in (heads, slots, mixed))])
+  return cells.table(("methods", "heads over", "slots over", "heads × slots"), made, labels=4)
 
 
 def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
-  """The lines of the table of families in Markdown.
+  """What the tests of each family of models say.
 
   Raises:
     ValueError: a test did not run, or none of a family's cases.
@@ -103,34 +93,29 @@ def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
       f"reports: found no cases of {sorted(missing)}, expected those of all families"
     )
   prompt, steps, gguf, methods = (found[test] for test in FAMILY_TESTS.values())
-  lines = ["| family | models | Hugging Face folder | GGUF | equals transformers | methods |"]
-  lines.append("|---|---|---|---|---|---|")
+  rows = []
   for family, facts in families.FAMILIES.items():
     own = [name for name, case in tiny_hf.CASES.items() if case["model_type"] == family]
     in_file = [x for x in gguf if x.rpartition("-")[0] in own]
     run = [name for name in kvjax.METHODS if methods.get(f"{family}-{name}")]
     others = [f"`{name}`" for name in kvjax.METHODS if name not in run]
-    cells = [
-      f"`{family}`",
-      facts.models,
-      _all(prompt, own),
-      _all(gguf, in_file),
-      "prompts and steps" if _all(steps, own) == _all(prompt, own) == "yes" else "no",
-      f"all {len(run)}" if not others else f"{len(run)}, not {', '.join(others)}",
-    ]
-    lines.append(f"| {' | '.join(cells)} |")
-  return lines
+    equal = _all(steps, own) == _all(prompt, own) == "yes"
+    row = [f"`{family}`", facts.models, _all(prompt, own), _all(gguf, in_file)]
+    row.append("prompts and steps" if equal else "no")
+    rows.append([*row, f"all {len(run)}" if not others else f"{len(run)}, not {', '.join(others)}"])
+  head = ("family", "models", "Hugging Face folder", "GGUF", "equals transformers", "methods")
+  return cells.table(head, rows, labels=6)
 
 
 def integration_table(passed: dict[str, bool]) -> list[str]:
-  """The lines of the table of integrations in Markdown; a dash where a case did not run."""
+  """Whether each code base ran each method; a dash where a case did not run."""
   methods = list(dict.fromkeys(case.rpartition("-")[2] for case in passed))
-  lines = [f"| code base | run here | {' | '.join(f'`{name}`' for name in methods)} |"]
-  lines.append("|---" * (2 + len(methods)) + "|")
-  for name, cells in INTEGRATIONS.items():
-    ran = [_all(passed, [f"{name}-{method}"]) for method in methods]
-    lines.append(f"| {' | '.join([*cells, *ran])} |")
-  return lines
+  rows = [
+    [*about, *(_all(passed, [f"{name}-{method}"]) for method in methods)]
+    for name, about in INTEGRATIONS.items()
+  ]
+  head = ("code base", "run here", *(f"`{name}`" for name in methods))
+  return cells.table(head, rows, labels=len(head))
 
 
 def _all(passed: dict[str, bool], cases: Sequence[str]) -> str:
@@ -148,19 +133,19 @@ def main(args: Args) -> None:
       command += ["tests/devices", "tests/models", "tests/scripts/test_integrations.py"]
       names = [*TESTS.values(), *FAMILY_TESTS.values(), INTEGRATION_TEST]
       subprocess.run([*command, "-k", " or ".join(names), f"--junitxml={report}"], cwd=ROOT)
-    found, cases = passed(reports), cases_of([*FAMILY_TESTS.values()], reports)
-    integrations = cases_of([INTEGRATION_TEST], reports).get(INTEGRATION_TEST)
-  if not found and not cases and not integrations:
-    raise ValueError(f"{reports}: found no test that a table tells of")
+    found = cases_of(reports)
   made = [
-    ("models", "devices", found and table(found)),
-    ("models", "families", cases and family_table(cases)),
-    ("kvjax", "integrations", integrations and integration_table(integrations)),
+    ("models", "devices", set(TESTS.values()), device_table),
+    ("models", "families", set(FAMILY_TESTS.values()), family_table),
+    ("kvjax", "integrations", {INTEGRATION_TEST}, lambda found: integration_table(*found.values())),
   ]
-  for folder, name, lines in made:
-    if lines:
+  if not any(tests & set(found) for _, _, tests, _ in made):
+    raise ValueError(f"{reports}: found no test that a table tells of")
+  for folder, name, tests, table in made:
+    if there := {test: found[test] for test in tests if test in found}:
       readme = ROOT / folder / "README.md"
-      readme.write_text(markers.filled(readme.read_text("utf-8"), name, lines), "utf-8")
+      text = markers.filled(readme.read_text("utf-8"), name, table(there))
+      readme.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

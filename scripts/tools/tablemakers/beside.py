@@ -113,6 +113,7 @@ def kvpress(results: Results) -> Part:
       ("by kvpress", SCORES[1], lambda each: scored.percent(each[SCORES[1]])),
       ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
       ("of it cached", "answer_kept", lambda each: f"{each['answer_kept']:.0%}"),
+      ("logits apart", "logits_apart", lambda each: f"{each['logits_apart']:.0e}"),
       ("MB", "bytes", both("bytes", "bytes_of_kvpress", "{:.2f}", 1e6)),
     ],
   )
@@ -139,6 +140,8 @@ def kvzip(results: Results) -> Part:
       ("a layer keeps", "least", _layer),
       ("needle's tokens kept", NEEDLE[1], lambda each: f"{each[NEEDLE[1]]:.0%}"),
       ("found", SCORES[1], _found),
+      ("of fewer", "of_fewer", lambda each: share(each["of_fewer"])),
+      ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
       ("n", "n", lambda each: str(each["n"])),
     ],
   )

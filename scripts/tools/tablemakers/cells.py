@@ -145,20 +145,18 @@ def median(names: str) -> Column:
 
 def longer(mine: str, reference: str, form: str = "{:.2f}") -> Column:
   """Ratio of this time to the reference's; a dash where one has none."""
-
-  def show(case: Case) -> str:
-    ours, theirs = timed(case, mine), timed(case, reference)
-    return say(form, over(ours, theirs)) if ours and theirs else "–"
-
-  return show
+  return _ratio(over, mine, reference, form)
 
 
 def faster(mine: str, reference: str, form: str = "{:.2f}") -> Column:
   """Ratio of the reference's time to this one; a dash where one has none."""
+  return _ratio(gain, mine, reference, form)
 
+
+def _ratio(how: Callable[..., Ratio], mine: str, reference: str, form: str) -> Column:
   def show(case: Case) -> str:
-    ours, theirs = timed(case, mine), timed(case, reference)
-    return say(form, gain(ours, theirs)) if ours and theirs else "–"
+    both = timed(case, mine), timed(case, reference)
+    return say(form, how(*both)) if all(both) else "–"
 
   return show
 

@@ -35,7 +35,7 @@ def sharing(results: Results, path: str) -> Part:
     for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"]):
       rows.append([f"{line}, {name}", *(_within(point, column) for column in SHARED)])
   part = cells.table(("", *(head for head, _ in SHARED.values())), rows)
-  return cells.noted(part, study["n"])
+  return cells.noted(part, Figure(study["n"].replace("text(s)", "texts"), study["n"].records))
 
 
 def _within(point: Study, name: str) -> str:

@@ -103,7 +103,7 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 
 
 def cases(
-  suite: str,
+  suite: str | None,
   pattern: str,
   *columns: tuple[str, Column],
   label: Callable[[str], str] = str,
@@ -111,11 +111,12 @@ def cases(
 ) -> Callable[..., Part]:
   """A maker of such a table from the cases of a suite whose names have the pattern, by their names.
 
-  A document may name another card's folder.
+  A document names the suite where none is given, and else may name another card's folder.
   """
 
-  def make(results: Results, card: str = card) -> Part:
-    held = sorted(results.cases(suite, pattern, card), key=lambda case: _order(case.name))
+  def make(results: Results, named: str = "") -> Part:
+    where = (suite, named or card) if suite else (named, card)
+    held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: _order(case.name))
     rows = ([label(case.name), *(show(case) for _, show in columns)] for case in held)
     return table(("", *(head for head, _ in columns)), rows)
 

@@ -94,21 +94,17 @@ def _point(board: Board, one: Standing) -> Point | None:
 # ---- scores and costs
 
 
-def scores(results: Results, length: str) -> Part:
-  """The table of one length: full first, then methods that attend to as many tokens, by score."""
+def scores(results: Results, where: str) -> Part:
+  """A length, and a mode: full first, then methods that attend to as many tokens, by score."""
+  length, _, mode = where.partition(" ")
   found = held(results)
-  if (view := found.view(int(length))) is None:
+  if (view := found.view(int(length), mode or "aware")) is None:
     return Part()
-  boards = [board for _, board in found.boards(int(length))]
+  boards = [] if mode else [board for _, board in found.boards(int(length))]
   tasks = [*view.whole.tasks, *view.whole.weak]
 
   def row(one: Standing, label: str) -> Row:
-    made = {"tokens attended to": label, "method, budget": called(one)}
-    made["n"] = view.n(one, *(tasks if one.score else one.tasks))
-    for task in tasks:
-      weak = ", not in the mean" if task in view.whole.weak else ""
-      made[f"`{task}`{weak}"] = view.score(one, task)
-    made |= {"mean": view.mean(one), "less full": view.gap(one), "KL, nats": view.kl(one)}
+    made = {"tokens attended to": label, **view.shown(one, tasks)}
     for board in boards:
       shown = found.shown(point.cost, board.full.cost) if (point := _point(board, one)) else {}
       made[f"ms a token, batch {board.batch} (× full)"] = shown.get("ms")
@@ -136,7 +132,7 @@ def _classes(view: View, boards: list[Board]) -> list[tuple[str, list[Standing]]
     least = least if tokens <= choices.ALIKE * least else tokens
     groups.setdefault(least, []).append((tokens, one))
   return [
-    (_tokens(tokens for tokens, _ in group), [one for _, one in group])
+    (_tokens(tokens for tokens, _ in group) if boards else "–", [one for _, one in group])
     for group in reversed(groups.values())
   ]
 
@@ -145,29 +141,6 @@ def _tokens(attended: Iterable[int | None]) -> str:
   """Tokens that some methods attend to; those that were not seen have none."""
   seen = [tokens for tokens in attended if tokens]
   return ends(seen, "{:,}") if seen else "not seen"
-
-
-def modes(results: Results) -> Part:
-  """Mean scores by mode, side by side, at each length."""
-  found, rows = held(results), []
-  names = list(dict.fromkeys(view.whole.mode for view in found.views))
-  for length in LENGTHS:
-    views = {name: view for name in names if (view := found.view(length, name))}
-    first = views.get(names[0])
-    for who, one in first.whole.by.items() if first else ():
-      there = {name: each for name, view in views.items() if (each := view.whole.by.get(who))}
-      scored_too = [name for name, each in there.items() if each.score]
-      if first and one.score and len(scored_too) > 1:
-        row = {"tokens": f"{length:,}", "method, budget": called(one)}
-        row |= {f"{name}; less full": None for name in names}
-        row |= {f"{name}; less full": _with_gap(views[name], there[name]) for name in scored_too}
-        rows.append((first.value(one), row))
-  return cells.framed(cells.ranked(rows), labels=2)
-
-
-def _with_gap(view: View, one: Standing) -> str | None:
-  less = view.gap(one)
-  return view.mean(one) if less is None else say("{}; {}", view.mean(one), less)
 
 
 def end_to_end(results: Results) -> Part:

@@ -77,6 +77,15 @@ class View:
     counts = (len(one.prompts[task]) for task in there)
     return Figure(ends(counts, "{}"), self.records(one, *there))
 
+  def shown(self, one: Standing, tasks: Sequence[str]) -> dict[str, Any]:
+    """Scores in tasks, their mean, what that is less than the full cache's, and divergence."""
+    found = {"method, budget": called(one)}
+    found["n"] = self.n(one, *(tasks if one.score else one.tasks))
+    for task in tasks:
+      weak = ", not in the mean" if task in self.whole.weak else ""
+      found[f"`{task}`{weak}"] = self.score(one, task)
+    return found | {"mean": self.mean(one), "less full": self.gap(one), "KL, nats": self.kl(one)}
+
   def ranked(self, ones: Iterable[Standing], row: Row) -> list[Sequence[Any]]:
     """A row of each that has a mean, the largest first."""
     return cells.ranked((self.value(one), row(one)) for one in ones if one.score)

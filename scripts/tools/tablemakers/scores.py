@@ -57,9 +57,7 @@ def per_byte(results: Results) -> Part:
 
   def row(one: Standing, label: str) -> dict[str, Any]:
     share = Number(shares[one.method, one.budget], *view.records(one, *TASKS))
-    found = {"share": label, "method, budget": called(one), "cache": say("{:.0%}", share)}
-    found |= {f"`{task}`": view.score(one, task) for task in TASKS}
-    return found | {"mean": view.mean(one), "less full": view.gap(one), "KL, nats": view.kl(one)}
+    return {"share": label, **view.shown(one, TASKS), "cache": say("{:.0%}", share)}
 
   full, *others = view.whole.by.values()
   rows = [row(full, "all")]

@@ -21,14 +21,10 @@ decode = cells.cases(
   ("torch flash SDPA", median("torch flash|torch flash (heads)")),
   ("FlashInfer", median("FlashInfer")),
 )
-
-
-def rows(results: Results, suite: str) -> Part:
-  """Whole steps on the H100."""
-  columns = ("a step, 8B's shape", own()), ("× all bytes", over_bytes())
-  return cells.cases(suite, "", *columns, card=H100)(results)
-
-
+# Whole steps on the H100.
+rows = cells.cases(
+  None, "", ("a step, 8B's shape", own()), ("× all bytes", over_bytes()), card=H100
+)
 # Requests of unequal answers, on the H100.
 batcher = cells.cases(
   "batcher",
@@ -46,26 +42,20 @@ cuts = cells.cases("cuts", "", ("over the fastest cut", said(r"([\d.]+) × the f
 # ---- whole steps
 
 
-def steps(results: Results, suite: str) -> Part:
-  """A token's time over matrix products and the bytes of keys and values, and beside peers."""
-  return cells.cases(
-    suite,
-    "",
-    ("kvjax, a token", own()),
-    ("over XLA's products + KV", _bound("XLA's", "products (XLA)")),
-    ("over ours + KV", _bound("our", "products")),
-    ("over all bytes", over_bytes()),
-    ("PyTorch, compiled, CUDA graph", median("torch, CUDA graph")),
-    ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
-    ("transformers", median("transformers")),
-    ("transformers over ours", faster("kvjax", "transformers")),
-  )(results)
-
-
-def _bound(whose: str, reference: str) -> cells.Column:
-  return said(rf"([\d.]+) × \({whose} products \+ KV bytes", "{:.3f}", reference)
-
-
+OVER = r"([\d.]+) × \(%s products \+ KV bytes"
+# A token's time over matrix products and the bytes of keys and values, and beside peers.
+steps = cells.cases(
+  None,
+  "",
+  ("kvjax, a token", own()),
+  ("over XLA's products + KV", said(OVER % "XLA's", "{:.3f}", "products (XLA)")),
+  ("over ours + KV", said(OVER % "our", "{:.3f}", "products")),
+  ("over all bytes", over_bytes()),
+  ("PyTorch, compiled, CUDA graph", median("torch, CUDA graph")),
+  ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
+  ("transformers", median("transformers")),
+  ("transformers over ours", faster("kvjax", "transformers")),
+)
 # `generate` and a loop of one's own, as a user calls them, over a loop on the device.
 generate = cells.cases(
   "generate",

@@ -1,12 +1,13 @@
 """ART: walks that never stop, walks that do, whole steps, and studies of stops."""
 
+import functools
 import re
 from typing import Any
 
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import faster, longer, median, own, said, say
 from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import Case, Results, Study
+from scripts.tools.tablemakers.results import Case, Named, Results
 from scripts.tools.tablemakers.timings import Ratio, gain
 
 DECODE, BLIND = "dense decode|sparse decode", "ART, not looking"
@@ -95,7 +96,8 @@ LENGTHS = (1024, 2048, 4096, 6144, 8192)
 COUNT, SHARE = "{:,.0f}", "{:.1%}"
 
 
-def studies(results: Results, names: str) -> dict[str, Study]:
+@functools.cache
+def studies(results: Results, names: str) -> dict[str, Named]:
   """The studies whose files begin so, by tokens, tiles and order."""
   found = {}
   for path in (results.folder / "art_study").glob(f"{names}*.json"):
@@ -116,7 +118,7 @@ def stops(results: Results, names: str) -> Part:
       tau, count = re.findall(r"[\de.-]+", setting)[:2]
       row = [label, TAUS[tau], count]
       for kind in ("splits", "groups"):
-        row += held[kind][setting].each("visited", "stopped", "error")
+        row += map(held[kind][setting].get, ("visited", "stopped", "error"))
       rows.append(row)
   head: list[Any] = ["order", "τ", "splits"]
   for who in ("a query head", "a group"):
@@ -143,9 +145,9 @@ def theory(results: Results, names: str) -> Part:
     for tau, words in TAUS.items():
       for prefix, whose in (("", "a query head"), ("group_", "a group")):
         if f"{prefix}agreement" in held:
-          row = held[f"{prefix}agreement"][tau]["all"].each(*AGREED)
+          row = [*map(held[f"{prefix}agreement"][tau]["all"].get, AGREED)]
           row.append(None if prefix else held["without_direction"][tau]["same_stop"])
-          row += held[f"{prefix}bounds"][tau].each(*BOUNDS)
+          row += map(held[f"{prefix}bounds"][tau].get, BOUNDS)
           rows.append([label, words, whose, *row])
   head = ["order", "τ", "whose", *AGREED.values()]
   head += [("walks that end alike without φ", COUNT), *BOUNDS.values()]

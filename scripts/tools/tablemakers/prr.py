@@ -87,6 +87,6 @@ def foresight(results: Results) -> Part:
   again = (say("{:.0%}", base["last step's"]["reuse"]) for base in bases)
   rows = [["of a step's tiles, listed by the last one (its newest tile too)", *again]]
   for name in ("last step's", "ema, ρ = 1", "holt, ρ = 1", "holt, ρ = 1.25", "holt, ρ = 1.5"):
-    found = (base[name].each("hit_rate", "weighted_hit_rate") for base in bases)
+    found = (map(base[name].get, ("hit_rate", "weighted_hit_rate")) for base in bases)
     rows.append([name, *(say("{:.0%} ({:.0%})", *pair) for pair in found)])
   return cells.table(("", *BASES), rows)

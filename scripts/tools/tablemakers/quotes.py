@@ -76,6 +76,8 @@ def _matches(label: str, row: str) -> bool:
 def _ends(values: list[str]) -> Figure:
   """The least to the largest of some cells, and how many were divided by what was not steady."""
   held = sorted((x for x in values if x[0] != "–"), key=lambda x: float(x.strip("*").split()[0]))
+  if not held:
+    raise ValueError(f"cells: found {values}, expected a figure among them")
   wide = sum(x.startswith("– (") for x in values)
   text = " to ".join(dict.fromkeys((held[0], held[-1])))
   left = f" ({wide} of {len(held) + wide} left out, not steady)" if wide else ""

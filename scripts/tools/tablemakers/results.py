@@ -1,11 +1,10 @@
 """Result files, read by the names of their cases and contenders: what is missing is named."""
 
-import dataclasses
 import functools
 import json
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from kvjax.programs import bench_files
@@ -17,6 +16,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / "results"
 GPU = "nvidia-h200"
 H100 = "nvidia-h100-80gb-hbm3"
 T = TypeVar("T")
+Source = Callable[[tuple[str | int, ...]], Record]
 
 
 class Named(dict[str, T]):
@@ -30,82 +30,44 @@ class Named(dict[str, T]):
     raise ValueError(f"{self.where}: found no {name!r}, expected it among {list(self)}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-  """A JSON file, or what lies in it at a place; numbers and texts in it know where they stand.
+def source(file: str, card: str, n: int, setting: str, fitted: str = NOTHING) -> Source:
+  """The records of a file by their places."""
+  return lambda place: Record(file, place, card, n, setting, fitted)
 
-  Attributes:
-    held: what is there, as it was parsed.
-    file: below scripts/results.
-    card, n, setting, fitted: as of a `Record`.
-    place: the keys that lead there.
+
+def sourced(held: Any, record: Source, *place: str | int) -> Any:
+  """Parsed JSON whose numbers and texts know where they stand.
+
+  Args:
+    held: what was parsed.
+    record: of a place, the keys that lead there.
+    place: where it lies itself.
   """
-
-  held: Any
-  file: str
-  card: str
-  n: int
-  setting: str
-  fitted: str = NOTHING
-  place: tuple[str | int, ...] = ()
-
-  @property
-  def record(self) -> Record:
-    return Record(self.file, self.place, self.card, self.n, self.setting, self.fitted)
-
-  def __getitem__(self, key: str | int) -> Any:
-    """The value under a key.
-
-    Raises:
-      ValueError: there is nothing.
-    """
-    try:
-      inner = dataclasses.replace(self, held=self.held[key], place=(*self.place, key))
-    except (KeyError, IndexError):
-      there = list(self.held) if isinstance(self.held, dict) else f"{len(self.held)} entries"
-      where = f"{self.file}, {' / '.join(map(str, self.place))} ({self.setting})"
-      raise ValueError(f"{where}: found no {key!r} among {there}") from None
-    if isinstance(inner.held, str):
-      return Figure(inner.held, (inner.record,))
-    if isinstance(inner.held, int | float) and not isinstance(inner.held, bool):
-      return Number(inner.held, inner.record)
-    return inner if isinstance(inner.held, dict | list) else inner.held
-
-  def __iter__(self) -> Iterator[Any]:
-    """The names of a dictionary, or the values of a list."""
-    return (x if isinstance(self.held, dict) else self[x] for x, _ in self._pairs())
-
-  def __contains__(self, key: str) -> bool:
-    """True where there is a value under a key."""
-    return self.held.get(key) is not None
-
-  def items(self) -> list[tuple[Any, Any]]:
-    return [(key, self[key]) for key, _ in self._pairs()]
-
-  def _pairs(self) -> list[tuple[Any, Any]]:
-    return list(self.held.items() if isinstance(self.held, dict) else enumerate(self.held))
-
-  def each(self, *keys: str) -> list[Any]:
-    """The values under keys; None where there is none."""
-    return [None if self.held.get(key) is None else self[key] for key in keys]
-
-  def of(self, setting: str, n: int) -> "Study":
-    """The same with a setting and a number of samples of its own."""
-    return dataclasses.replace(self, setting=setting, n=n)
+  if isinstance(held, dict):
+    found = {key: sourced(value, record, *place, key) for key, value in held.items()}
+    return Named(" / ".join(map(str, (record(place or ("all",)).file, *place))), found)
+  if isinstance(held, list):
+    return [sourced(value, record, *place, i) for i, value in enumerate(held)]
+  if isinstance(held, str):
+    return Figure(held, (record(place),))
+  if isinstance(held, int | float) and not isinstance(held, bool):
+    return Number(held, record(place))
+  return held
 
 
 class Case:
   """One case of a file of `kvjax.programs.bench`: data are random, cuts are those of `tune`."""
 
-  def __init__(self, held: Study):
-    self.name, self.shapes, self.bytes = (held.held[key] for key in ("case", "shapes", "bytes"))
-    self.held = held.of(f"{self.name}: {self.shapes}", held.held["repetitions"])
-    where = f"{held.file}, {self.name}"
-    self.rows = Named(where, {str(row["name"]): row for row in self.held["results"]})
+  def __init__(self, held: Named[Any]):
+    self.held, self.name, self.shapes = held, str(held["case"]), held["shapes"]
+    self.bytes = float(held["bytes"])
+    where = f"{held.where}, {self.name}"
+    rows = {str(row["name"]): Named(f"{where}, {row['name']}", row) for row in held["results"]}
+    self.rows = Named(where, rows)
 
   def has(self, name: str) -> bool:
     """True where a contender has a time: peers may not be installed, or not take the shape."""
-    return name in self.rows and "us" in self.rows[name]
+    return name in self.rows and self.rows[name].get("us") is not None
 
   def time(self, name: str) -> Timing:
     """A contender's time.
@@ -114,7 +76,7 @@ class Case:
       ValueError: it is not there, or has no time, as its output was wrong.
     """
     row = self.rows[name]
-    return Timing(name, row["us"], *row.held["us_quartiles"])
+    return Timing(name, row["us"], *map(float, row["us_quartiles"]))
 
   def remark(self, pattern: str) -> tuple[Figure, ...]:
     """The groups of the first remark that has the pattern, with their source; shapes come last.
@@ -136,7 +98,7 @@ class Case:
     return found and found[0].number
 
   def _search(self, pattern: str) -> tuple[Figure, ...] | None:
-    for text in (*self.held["remarks"], self.held["shapes"]):
+    for text in (*self.held["remarks"], self.shapes):
       if match := re.search(pattern, text):
         return tuple(Figure(group, text.records) for group in match.groups())
     return None
@@ -146,10 +108,13 @@ class Bench(Named[Case]):
   """The cases of a file of `kvjax.programs.bench` by their names."""
 
   def __init__(self, path: pathlib.Path, folder: pathlib.Path):
-    held = bench_files.read(path)
-    file, fitted = path.relative_to(folder).as_posix(), held.get("fitted", NOTHING)
-    cases = Study(held, file, held["device"], 1, "cases", fitted)["cases"]
-    super().__init__(str(path), {case.name: case for case in map(Case, cases)})
+    held, file = bench_files.read(path), path.relative_to(folder).as_posix()
+    found = {}
+    for i, case in enumerate(held["cases"]):
+      n, setting = case["repetitions"], f"{case['case']}: {case['shapes']}"
+      record = source(file, held["device"], n, setting, held.get("fitted", NOTHING))
+      found[case["case"]] = Case(sourced(case, record, "cases", i))
+    super().__init__(str(path), found)
 
 
 class Results:
@@ -178,12 +143,12 @@ class Results:
   def json(self, path: str) -> Any:
     return json.loads((self.folder / path).read_text("utf-8"))
 
-  def study(self, path: str, setting: str, **about: Any) -> Study:
+  def study(self, path: str, setting: str, n: int = 1, fitted: str = NOTHING) -> Any:
     """A JSON file, with what its figures stand for where it does not say so itself."""
     held = self.json(path)
-    own = held.get("about", held) if isinstance(held, dict) else {}
-    card = "CPU" if own.get("device", "cpu") == "cpu" else own["device"]
-    return Study(held, path, **{"card": card, "n": 1, "setting": setting, **about})
+    device = held.get("about", held).get("device", "cpu")
+    card = "CPU" if device == "cpu" else device
+    return sourced(held, source(path, card, n, setting, fitted))
 
 
 # Makes one part of a document: its lines, without the markers, and their figures.

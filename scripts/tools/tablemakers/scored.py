@@ -10,7 +10,7 @@ from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records
 from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
-from scripts.tools.tablemakers.results import Results, Study
+from scripts.tools.tablemakers.results import Named, Results, source, sourced
 from scripts.tools.tablemakers.timings import Timing, ends
 
 # What is fitted to data, where rows do not say it themselves.
@@ -124,15 +124,14 @@ def of_task(results: Results, folder: str, task: str) -> list[View]:
   return views(results, folder, lambda row: row["task"] == task)
 
 
-def summary(results: Results, path: str, model: str, card: str = "CPU") -> dict[Cell, Study]:
+def summary(results: Results, path: str, model: str, card: str = "CPU") -> dict[Cell, Named]:
   """Cells of a file of means, of compression that has seen the question."""
-  found: dict[Cell, Study] = {}
-  for each in results.study(path, model, card=card):
-    held = each.held
+  found: dict[Cell, Named] = {}
+  for i, held in enumerate(results.json(path)):
     if held["mode"] == "aware":
-      setting = f"{model}, {held['method']}, {held['budget']}"
+      about = source(path, card, held["score"]["n"], f"{model}, {held['method']}")
       cell = (held["task"], held["length"], held["method"], held["budget"])
-      found[cell] = each.of(setting, held["score"]["n"])
+      found[cell] = sourced(held, about, i)
   return found
 
 

@@ -6,10 +6,10 @@ from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records, scored
 from scripts.tools.tablemakers.cells import ends, say
 from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import Results, Study
+from scripts.tools.tablemakers.results import Named, Results
 
 
-def _study(results: Results, path: str) -> Study:
+def _study(results: Results, path: str) -> Named:
   held = results.json(path)
   model = held["about"].get("model", "Qwen2.5-Coder-1.5B-Instruct")
   texts = held.get("texts") or held["starts"]
@@ -38,9 +38,9 @@ def sharing(results: Results, path: str) -> Part:
   return cells.noted(part, Figure(study["n"].replace("text(s)", "texts"), study["n"].records))
 
 
-def _within(point: Study, name: str) -> str:
+def _within(point: Named, name: str) -> str:
   """A mean and half the width of its interval."""
-  if name not in point:
+  if point.get(name) is None:
     return ""
   form, mean = SHARED[name][1], point[name]["mean"]
   return say(f"{{:{form}}} ± {{:{form.lstrip('+')}}}", mean, point[name]["high"] - mean)
@@ -54,14 +54,14 @@ def certificates(results: Results, path: str) -> Part:
   rows, study = [], _study(results, path)
   for row in study["rows"]:
     fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
-    medians = row.each("bound_over_trivial", "actual_over_trivial")
+    medians = map(row.get, ("bound_over_trivial", "actual_over_trivial"))
     rows.append([row["name"], row["fitted"], row["bounds"], _below(row), fails, *medians])
   head = ["bound on", "fitted to", ("bounds", "{:,.0f}"), "below the trivial maximum", "fail"]
   head += [("median bound", "{:.2g}"), ("median actual", "{:.2g}")]
   return cells.noted(cells.table(head, rows, labels=2), study["n"])
 
 
-def _below(row: Study) -> Figure:
+def _below(row: Named) -> Figure:
   """The share of a row's bounds that say something, and the texts' least to most."""
   share, texts = say("{:.0%}", row["below"]), list(row["below_by_text"])
   alike = len({say("{:.0%}", text) for text in texts}) == 1
@@ -94,11 +94,11 @@ def codes(results: Results, folder: str) -> Part:
   return cells.table([*head, ("rows", "{:.0f}")], rows)
 
 
-def _divergence(kl: Study) -> list[Any]:
+def _divergence(kl: Named) -> list[Any]:
   """The KL to the full cache with its interval, and percent of alike tokens."""
   return [_interval(kl["also"]["kl"], ".2g"), 100 * kl["score"]["mean"]]
 
 
-def _interval(found: Study, form: str, unit: float = 1) -> Figure:
-  text = scored.interval(Estimate(**found.held), form, unit)
-  return Figure(text, records.of(*found.each("mean", "low", "high")))
+def _interval(found: Named, form: str, unit: float = 1) -> Figure:
+  text = scored.interval(Estimate(**found), form, unit)
+  return Figure(text, records.of(*map(found.get, ("mean", "low", "high"))))

@@ -172,6 +172,6 @@ def said(pattern: str, form: str = "{:.2f}", reference: str = "") -> Column:
 
   def show(case: Case) -> str:
     number = case.numbers(pattern)[0]
-    return say(form, Ratio(number, case.time(reference)) if reference else number)
+    return say(form, Ratio(number, took) if (took := timed(case, reference)) else number)
 
   return show

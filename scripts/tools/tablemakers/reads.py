@@ -23,13 +23,16 @@ sparse = cells.cases(
   ("over FlashInfer's paged decode", longer("kvjax", "FlashInfer paged")),
   ("times as fast as its block-sparse", faster("kvjax", "FlashInfer block-sparse")),
 )
-sparse_steps = cells.cases(
-  "e2e_sparse",
-  "^(Quest|InfLLM-v2|CPE)",
-  ("a token", own()),
-  ("Full", median("Full")),
-  ("over Full", faster("kvjax", "Full")),
-  ("of what bytes allow", said(r"([\d.]+) of what the bytes allow", "{:.3f}", "Full")),
+# Whole steps beside the full cache's, or those of copies, and how much faster the bytes allow.
+BESIDE = "Full|copies"
+steps = cells.cases(
+  None,
+  "^(?!PRR|DuoAttention).*Llama",
+  ("a step", own()),
+  ("full cache, or copies", median(BESIDE)),
+  ("times as fast", faster("kvjax", BESIDE)),
+  ("of what bytes allow", said(r"([\d.]+) of what the bytes allow", "{:.3f}", BESIDE)),
+  ("bytes allow", said(r"of what the bytes allow \(([\d.]+) ×")),
 )
 
 
@@ -76,7 +79,6 @@ cpe_alone = cells.cases(
 # ---- codes, heads that share slots, branches that share a context
 
 BASE = "dense decode|sparse decode"
-ALLOW = ("bytes allow", said(r"of what the bytes allow \(([\d.]+) ×"))
 # Decode over codes, whole and listed, beside the same over bfloat16.
 codes = cells.cases(
   "quantised",
@@ -85,24 +87,6 @@ codes = cells.cases(
   ("bfloat16", median(BASE)),
   ("times as fast", faster("kvjax", BASE)),
   ("share of read", faster("kvjax", "read")),
-)
-# Whole steps under codes, beside the full cache.
-code_steps = cells.cases(
-  "quantised",
-  "Llama",
-  ("codes", own()),
-  ("full cache", median("Full")),
-  ("times as fast", faster("kvjax", "Full")),
-  ALLOW,
-)
-# Whole steps of n branches of a context, and of n copies.
-forked = cells.cases(
-  "forked",
-  "",
-  ("branches", own()),
-  ("copies", median("copies")),
-  ("times as fast", faster("kvjax", "copies")),
-  ALLOW,
 )
 # Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV.
 per_head = cells.cases(

@@ -123,7 +123,7 @@ def test_the_documents_table(tmp_path):
   *rows, _, note = studies.sharing(Results(tmp_path), path.name)[2:]
   assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
   assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
-  assert note == "`2 text(s)`"
+  assert note == "`2 texts`"
 
 
 class Bytes:

@@ -106,7 +106,6 @@ def cases(
   suite: str | None,
   pattern: str,
   *columns: tuple[str, Column],
-  label: Callable[[str], str] = str,
   card: str = GPU,
 ) -> Callable[..., Part]:
   """A maker of such a table from the cases of a suite whose names have the pattern, by their names.
@@ -117,7 +116,7 @@ def cases(
   def make(results: Results, named: str = "") -> Part:
     where = (suite, named or card) if suite else (named, card)
     held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: _order(case.name))
-    rows = ([label(case.name), *(show(case) for _, show in columns)] for case in held)
+    rows = ([case.name, *(show(case) for _, show in columns)] for case in held)
     return table(("", *(head for head, _ in columns)), rows)
 
   return make

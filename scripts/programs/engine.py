@@ -1,130 +1,100 @@
-"""A thread that owns a model's batch: it answers and scores what others ask for (`kvjax serve`)."""
+"""A batch that the requests of a server share (`kvjax serve`); one thread does the work of all."""
 
-import _thread
-import functools
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import collections
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.families.method import Method
 from kvjax.models.decode.batcher import Answer, Batcher
-from kvjax.models.decode.sampling import Sampling
-from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.evals import continuations
-from kvjax.programs.evals.continuations import Pair
+from kvjax.programs.evals.continuations import Pair, Score
 
-Score = tuple[int, float, int, float]  # token, its log-probability, the likeliest token, and its
-# New text; or a job's last event: its answer, the scores of each pair's tokens, or an error.
-Event = str | Answer | list[list[Score]] | Exception
-Tell = Callable[[Event], Any]
+Inbox = collections.deque[tuple["Choice", str | Answer]]
+
+
+@dataclasses.dataclass(eq=False)
+class Choice:
+  """An answer to a prompt, and the prompt's scores.
+
+  Attributes:
+    index: its number in its request.
+    prompt: token ids.
+    cut: tokens of the prompt that are read before the others are scored; None: no scores.
+    how: arguments of `Batcher.submit`.
+    inbox: of its request; new texts come in as they are made, and at last the answer.
+    answer: once it has been taken out.
+    scores: of the tokens after `cut`.
+  """
+
+  index: int
+  prompt: list[int]
+  cut: int | None
+  how: dict[str, Any]
+  inbox: Inbox
+  answer: Answer | None = None
+  scores: list[Score] = dataclasses.field(default_factory=list)
+
+  def put(self, event: str | Answer) -> None:
+    self.inbox.append((self, event))
 
 
 class Engine:
-  """A thread that alone steps a `Batcher`.
+  """A `Batcher` and the thread that alone uses it.
 
-  A job is named by the function that is told of its events, in the engine's thread: it must return
-  at once, and raises nothing. Answers are decoded side by side; prompts are scored one job after
-  another, a piece between two steps of the batch. A device that fails ends all jobs, and interrupts
-  the main thread.
+  A request submits choices and waits for steps until they are answered: nothing runs unless a
+  request waits. An error of the thread is raised to those who wait.
 
   Args:
-    model, tokenizer: of a checkpoint.
-    method: the KV-cache method.
-    rows, capacity, chunk: as `Batcher` takes them.
-
-  Attributes:
-    method: the KV-cache method.
-    batcher: the batch; only for this thread, but for its `free` rows.
+    batcher: with a tokenizer and log-probabilities.
+    score: the scores of several pairs' continuations.
   """
 
-  def __init__(self, model: Transformer, tokenizer: Tokenizer, method: Method, **sizes: Any):
-    how: dict[str, Any] = {"tokenizer": tokenizer, "sampling": Sampling(1.0), "logprobs": True}
-    self.method, self.batcher = method, Batcher(model, method, **how, **sizes)
-    self._rows = sizes["rows"]
-    self._score = functools.partial(continuations.score, model, method, batch=self._rows)
-    self._answering: dict[int, Tell] = {}
-    self._scoring: dict[Tell, Iterator[Event | None]] = {}
-    self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-    self._thread = threading.Thread(target=self._run, daemon=True)
-    self._thread.start()
+  def __init__(self, batcher: Batcher, score: Callable[[list[Pair]], list[list[Score]]]):
+    self.batcher, self._score = batcher, score
+    self._open: dict[int, Choice] = {}
+    self._thread = concurrent.futures.ThreadPoolExecutor(1)
+    self._step: asyncio.Future | None = None
 
-  def answer(self, tell: Tell, **how: Any) -> None:
-    """Starts a job that answers a prompt; `how` is what `Batcher.submit` takes."""
-    self._asked.put(lambda: self._submit(tell, how))
+  def submit(self, choices: Sequence[Choice]) -> asyncio.Future:
+    """Scores the prompts of choices, if `cut` is there, and puts them into the batch's queue."""
+    return self._call(self._submit, choices)
 
-  def score(self, tell: Tell, pairs: Sequence[Pair]) -> None:
-    """Starts a job that scores continuations."""
-    self._asked.put(lambda: self._scoring.update({tell: self._scored(pairs)}))
+  def step(self) -> asyncio.Future:
+    """The next step of the batch, which all that wait for one share."""
+    if self._step is None or self._step.done():
+      self._step = self._call(self._decode)
+    return asyncio.shield(self._step)
 
-  def cancel(self, tell: Tell) -> None:
-    """Ends a job early, which frees its row; one that has ended stays as it is."""
-    self._asked.put(lambda: self._cancel(tell))
+  def cancel(self, choices: Sequence[Choice]) -> None:
+    """Ends choices, which frees their rows; those that have ended stay as they are."""
+    self._thread.submit(self._cancel, choices)
 
   def close(self) -> None:
-    """Ends the thread after its step; jobs that are left are told nothing."""
-    self._asked.put(None)
-    self._thread.join()
+    """Ends the thread after its step."""
+    self._thread.shutdown(cancel_futures=True)
 
-  def _run(self) -> None:
-    while True:
-      try:
-        command = self._asked.get(block=not (self._answering or self._scoring))
-      except queue.Empty:
-        command = self._turn
-      if command is None:
-        return
-      command()
+  def _call(self, function: Callable, *given: Any) -> asyncio.Future:
+    return asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
 
-  def _turn(self) -> None:
-    """Scores a piece, and steps the batch."""
-    try:
-      if self._scoring:
-        self._score_piece(*next(iter(self._scoring.items())))
-      if self._answering:
-        self.batcher.step()
-        self._hand_over()
-    except Exception as error:
-      for tell in (*self._answering.values(), *self._scoring):
-        tell(error)
-      _thread.interrupt_main()
-      raise
+  def _submit(self, choices: Sequence[Choice]) -> None:
+    scored = [choice for choice in choices if choice.cut is not None]
+    pairs = [(choice.prompt[: choice.cut], choice.prompt[choice.cut :]) for choice in scored]
+    for choice, scores in zip(scored, self._score(pairs), strict=True):
+      choice.scores = scores
+    for choice in choices:
+      number = self.batcher.submit(choice.prompt, on_text=choice.put, **choice.how)
+      self._open[number] = choice
 
-  def _score_piece(self, tell: Tell, pieces: Iterator[Event | None]) -> None:
-    try:
-      event = next(pieces)
-    except (ValueError, FloatingPointError, MemoryError) as error:
-      event = error
-    if event is not None:
-      del self._scoring[tell]
-      tell(event)
+  def _decode(self) -> None:
+    self.batcher.step()
+    self._hand_over()
 
-  def _submit(self, tell: Tell, how: dict[str, Any]) -> None:
-    try:
-      self._answering[self.batcher.submit(on_text=tell, **how)] = tell
-    except ValueError as error:
-      tell(error)
-
-  def _cancel(self, tell: Tell) -> None:
-    for number in [number for number, other in self._answering.items() if other is tell]:
+  def _cancel(self, choices: Sequence[Choice]) -> None:
+    for number in [number for number, choice in self._open.items() if choice in choices]:
       self.batcher.cancel(number)
     self._hand_over()
-    if self._scoring.pop(tell, None) is not None:
-      tell(InterruptedError("cancelled"))
 
   def _hand_over(self) -> None:
     for answer in self.batcher.ready():
-      self._answering.pop(answer.request)(answer)
-
-  def _scored(self, pairs: Sequence[Pair]) -> Iterator[Event | None]:
-    """None after each piece, and at last the scores of each pair's tokens."""
-    found: list[list[Score]] = [[] for _ in pairs]
-    for indices in continuations.batches(pairs, self._rows):
-      for piece in self._score(pairs=[pairs[i] for i in indices]):
-        for row, i in enumerate(indices):
-          parts = piece.tokens, piece.logprobs, piece.likeliest, piece.best
-          scores = zip(*(x[row].tolist() for x in parts), strict=True)
-          found[i] += [score for score in scores if score[0] >= 0]
-        yield None
-    yield found
+      self._open.pop(answer.request).put(answer)

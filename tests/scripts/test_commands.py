@@ -136,7 +136,7 @@ def test_an_unknown_command_is_refused_with_those_there_are():
 
 @pytest.mark.parametrize(
   ("command", "lacks", "extra"),
-  [("plot results", "matplotlib.figure", "eval"), ("serve", "starlette", "serve")],
+  [("plot results", "matplotlib.figure", "eval"), ("serve", "uvicorn", "serve")],
 )
 def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys, command, lacks, extra):
   name, *given = command.split()

@@ -201,7 +201,7 @@ def test_sampling_arguments_are_obeyed(given, sampling):
     ({"max_gen_toks": True}, "max_gen_toks: found True"),
     ({"num_beams": 4}, "num_beams: found 4, expected 1"),
     ({"repetition_penalty": 1.1}, "repetition_penalty: found 1.1, expected 1"),
-    ({"max_length": 99}, "max_length: found 99, expected only until, max_gen_toks"),
+    ({"max_length": 99}, "max_length: found 99, expected only until, stop, max_gen_toks"),
     ({"bad_words": []}, "bad_words: found"),
     ({"until": 3}, "until: found 3, expected a string"),
     ({"until": ["a", 3]}, r"until: found \['a', 3\]"),

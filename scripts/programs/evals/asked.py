@@ -9,11 +9,12 @@ from typing import Any
 
 from kvjax.models.decode.sampling import Sampling
 
+_UNTIL = ("until", "stop")  # names of the strings that end an answer
 # Names of the number of new tokens, the first one that is given counts.
 _STEPS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _DRAWS = ("do_sample", "temperature", "top_p", "top_k", "min_p")
 # What generation libraries are told beside these, and the values that change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
   "num_beams": (1,),
   "num_beam_groups": (1,),
   "num_return_sequences": (1,),
@@ -48,27 +49,35 @@ class Settings:
     """Out of a request's `generation_kwargs`.
 
     Args:
-      given: `until`, one of `max_gen_toks` and its other names, `do_sample`, `temperature`,
-        `top_p`, `top_k`, `min_p`. Without `do_sample` a temperature above 0 draws.
+      given: `until` or `stop`, one of `max_gen_toks` and its other names, `do_sample`,
+        `temperature`, `top_p`, `top_k`, `min_p`. Without `do_sample` a temperature above 0 draws.
       steps: tokens of an answer where it does not say.
 
     Raises:
       ValueError: a name is not known, or a value is not possible.
     """
     told = {name: value for name, value in given.items() if value is not None}
-    until = told.pop("until", [])
-    until = [until] if isinstance(until, str) else until
-    if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
-      raise ValueError(f"until: found {until!r}, expected a string, or several in a list")
+    until: Any = []
+    for name in _UNTIL:
+      until = told.pop(name, until)
+      until = [until] if isinstance(until, str) else until
+      if not isinstance(until, list | tuple) or not all(isinstance(text, str) for text in until):
+        raise ValueError(f"{name}: found {until!r}, expected a string, or several in a list")
     for name in reversed(_STEPS):
       if name in told:
-        steps = whole(name, told.pop(name), 1)
-    setting = cls(tuple(filter(None, until)), steps, sampling(told))
-    check_neutral(told, NEUTRAL, f"until, {', '.join(_STEPS)}, {', '.join(_DRAWS)}")
+        steps = _whole(name, told.pop(name), 1)
+    setting = cls(tuple(filter(None, until)), steps, _sampling(told))
+    for name, value in told.items():
+      known = ", ".join((*_UNTIL, *_STEPS, *_DRAWS))
+      if name not in _NEUTRAL:
+        raise ValueError(f"{name}: found {reprlib.repr(value)}, expected only {known}")
+      if value not in _NEUTRAL[name]:
+        found, only = reprlib.repr(value), repr(_NEUTRAL[name][0])
+        raise ValueError(f"{name}: found {found}, expected {only}: other values are not supported")
     return setting
 
 
-def sampling(told: dict[str, Any]) -> Sampling:
+def _sampling(told: dict[str, Any]) -> Sampling:
   """The way tokens are drawn; takes what it reads out of `told`.
 
   Raises:
@@ -82,23 +91,12 @@ def sampling(told: dict[str, Any]) -> Sampling:
     for name in ("temperature", "top_p", "min_p")
     if name in told
   }
-  top_k = whole("top_k", told.pop("top_k", 0), -1)
+  top_k = _whole("top_k", told.pop("top_k", 0), -1)
   temperature = values.get("temperature", 0.0)
   if sample and not temperature > 0:
     raise ValueError(f"temperature: found {temperature} with do_sample, expected more than 0")
   drawn = Sampling(**{**values, "temperature": temperature}, top_k=top_k if top_k > 0 else None)
   return Sampling() if sample is False or not temperature else drawn
-
-
-def check_neutral(left: Mapping[str, Any], neutral: Mapping[str, Any], known: str) -> None:
-  """Raises ValueError for what nothing has read, unless its value is one that changes nothing."""
-  for name, value in left.items():
-    if name not in neutral:
-      raise ValueError(f"{name}: found {reprlib.repr(value)}, expected only {known}")
-    if value not in neutral[name]:
-      raise ValueError(
-        f"{name}: found {reprlib.repr(value)}, expected {neutral[name][0]!r}: there is no other"
-      )
 
 
 def _number(name: str, value: Any) -> float:
@@ -107,7 +105,7 @@ def _number(name: str, value: Any) -> float:
   return float(value)
 
 
-def whole(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int) -> int:
   """An integer of at least `least`, as JSON has it; ValueError for anything else."""
   if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
     raise ValueError(f"{name}: found {value!r}, expected an integer")

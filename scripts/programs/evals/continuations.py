@@ -1,12 +1,11 @@
 """Scores of given continuations under a method: contexts are read, what follows is decoded."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.families.method import Method
 from kvjax.models.decode.generate import generate, pad, prefill
@@ -14,24 +13,9 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs.evals.divergence import surprise
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens of a context and of its continuation
+# A token, its log-probability in nats, the token that greedy decoding would take, and its own.
+Score = tuple[int, float, int, float]
 PIECE = 32  # tokens that are scored per call: their logits are held at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-  """Scores of the next `PIECE` tokens of every continuation; [B, PIECE], B as `read`.
-
-  Attributes:
-    tokens: int32, the tokens; −1: none is left.
-    logprobs: float32, log-probability in nats of each; 0 where there is none.
-    likeliest: int32, the token that greedy decoding would have taken.
-    best: float32, its log-probability in nats.
-  """
-
-  tokens: Int[np.ndarray, "B T"]
-  logprobs: Float[np.ndarray, "B T"]
-  likeliest: Int[np.ndarray, "B T"]
-  best: Float[np.ndarray, "B T"]
 
 
 def batches(pairs: Sequence[Pair], batch: int) -> Iterator[list[int]]:
@@ -56,13 +40,16 @@ def read(
   return prefill(model, tokens, lengths, caches, method, past=0)
 
 
-def score(model: Transformer, method: Method, pairs: Sequence[Pair], batch: int) -> Iterator[Piece]:
-  """Scores of continuations, each token predicted from the method's cache, a piece at a time."""
+def score(
+  model: Transformer, method: Method, pairs: Sequence[Pair], batch: int
+) -> list[list[Score]]:
+  """Scores of the tokens of at most `batch` continuations, predicted from the method's cache."""
   logits, caches = read(model, method, pairs, batch)
   longest = max(len(rest) for _, rest in pairs)
   forced = np.full((batch, -(-longest // PIECE) * PIECE), -1, np.int32)
   for row, (_, rest) in zip(forced, pairs, strict=False):
     row[: len(rest)] = rest
+  scores: list[list[Score]] = [[] for _ in pairs]
   for start in range(0, longest, PIECE):
     wanted = forced[:, start : start + PIECE]
     generation, caches = generate(
@@ -79,9 +66,27 @@ def score(model: Transformer, method: Method, pairs: Sequence[Pair], batch: int)
     logits, every = generation.last, generation.logits
     assert every is not None  # asked for
     likeliest = every.argmax(-1)
-    told = -np.asarray(surprise(every, jnp.asarray(np.maximum(wanted, 0))))
-    best = -np.asarray(surprise(every, likeliest))
-    yield Piece(wanted, np.where(wanted >= 0, told, 0), np.asarray(likeliest), best)
+    columns = (
+      wanted,
+      -np.asarray(surprise(every, jnp.asarray(np.maximum(wanted, 0)))),
+      np.asarray(likeliest),
+      -np.asarray(surprise(every, likeliest)),
+    )
+    for row, (known, (_, rest)) in enumerate(zip(scores, pairs, strict=True)):
+      left = max(len(rest) - start, 0)
+      known += zip(*(column[row, :left].tolist() for column in columns), strict=True)
+  return scores
+
+
+def score_all(
+  model: Transformer, method: Method, pairs: Sequence[Pair], batch: int
+) -> list[list[Score]]:
+  """As `score`, of any number of continuations."""
+  found: dict[int, list[Score]] = {}
+  for indices in batches(pairs, batch):
+    scores = score(model, method, [pairs[i] for i in indices], batch)
+    found.update(zip(indices, scores, strict=True))
+  return [found[i] for i in range(len(pairs))]
 
 
 def _bucket(tokens: int) -> int:

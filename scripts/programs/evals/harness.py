@@ -253,11 +253,10 @@ class KVCacheLM(TemplateLM):
     return context[-(self.max_length + 1 - len(continuation)) :], continuation
 
   def _score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-    total, greedy = np.zeros(self.batch), np.ones(self.batch, bool)
-    for piece in continuations.score(self.model, self.method, pairs, self.batch):
-      total += piece.logprobs.sum(1, dtype=np.float64)
-      greedy &= ((piece.likeliest == piece.tokens) | (piece.tokens < 0)).all(1)
-    return [(float(total[i]), bool(greedy[i])) for i in range(len(pairs))]
+    return [
+      (sum(score for _, score, *_ in told), all(token == best for token, _, best, _ in told))
+      for told in continuations.score(self.model, self.method, pairs, self.batch)
+    ]
 
   def _answer(self, pairs: Sequence[Pair], setting: Settings) -> list[str]:
     logits, caches = continuations.read(self.model, self.method, pairs, self.batch)

@@ -9,6 +9,7 @@ from kvjax.core import settings
 from kvjax.core.context import At
 from kvjax.core.fields import expect
 from kvjax.core.plan import Window
+from kvjax.core.traits import Traits
 from kvjax.families.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
 
@@ -38,6 +39,10 @@ class LMInfinite(StreamingLLM):
     super().__post_init__()
     reaches = self.limit is None or self.limit >= self.budget
     expect(self, "limit", reaches, f"at least budget = {self.budget}")
+
+  @property
+  def traits(self) -> Traits:
+    return super().traits.but(endless=self.limit is not None)
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:
     seen = super().window(at, qpos)

@@ -245,11 +245,19 @@ def of_prompts(model: Transformer, tokens: np.ndarray, lengths: np.ndarray, rows
     )
 
 
-def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
+def capacity(
+  caches: Caches, method: Method, rows: tuple[int] | None = None
+) -> Int[np.ndarray, " B"] | None:
   """Number of tokens that each row can take in all; None: any number, something leaves.
 
   A layer with a window lets go of the oldest once it holds all of its window, and not before.
+
+  Args:
+    caches: with `rows`, shapes will do.
+    method: the KV-cache method.
+    rows: (B,); None: those of the caches.
   """
+  rows = caches[0].seen.shape if rows is None else rows
 
   def room(cache: Any, window: int | None) -> Any:
     if window is None:
@@ -257,7 +265,7 @@ def capacity(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
     return None if cache.size >= window else cache.size
 
   rooms = [room(*given) for given in zip(caches, sliding.windows_of(caches), strict=True)]
-  known = [np.broadcast_to(n, caches[0].rows["seen"].shape) for n in rooms if n is not None]
+  known = [np.broadcast_to(n, rows) for n in rooms if n is not None]
   return functools.reduce(np.minimum, known) if known else None
 
 
@@ -270,7 +278,7 @@ def room(
   """
   seen = np.asarray(caches[0].seen) if seen is None else seen
   need = np.where(new > 0, seen + new, 0)
-  most = capacity(caches, method)
+  most = capacity(caches, method, seen.shape)
   if most is not None and (need > most).any():
     row = int((need - most).argmax())
     raise ValueError(

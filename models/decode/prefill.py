@@ -270,7 +270,7 @@ def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:
 def check_sound(
   model: Transformer, lengths: Int[np.ndarray, " B"], logits: Array, caches: Caches
 ) -> None:
-  """Raises where a row that was read has logits that are not finite."""
+  """Raises where a row that was read has logits, of [B, V] or [B, T, V], that are not finite."""
   size = logits.shape[1] if logits.ndim == 3 else 1
   read = np.arange(size) < lengths[:, None]
   ill = read & ~np.asarray(checks.sound(logits)).reshape(read.shape)

@@ -1,4 +1,4 @@
-"""For developers: read a long stream that is killed again and again; compare it with a whole one.
+"""For developers: kill the reading of a long stream again and again; compare with a whole one.
 
     python -m scripts.tools.soak_streams                           20,000 tokens, a tiny model
     python -m scripts.tools.soak_streams --layers 2 --tokens 500000 --kills 10 --every 40000

@@ -1,4 +1,4 @@
-"""Serve a model under one method by OpenAI's API, for evaluation scripts that speak it.
+"""Serve a model under one method through OpenAI's API, for evaluation scripts.
 
     kvjax serve --method snapkv:window_size=16 --budget 512
     kvjax serve --checkpoint FOLDER --method quest --rows 16 --capacity 32768
@@ -60,22 +60,22 @@ class Args:
   budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
   rows: int = 8
-  """Answers that are decoded side by side."""
+  """Number of answers decoded together."""
   capacity: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096
-  """Tokens of a prompt and its answer together, at most."""
+  """Maximum tokens of a prompt and its answer together."""
   queue: int = 64
-  """Answers that wait for a row, at most; beyond that requests get status 429."""
+  """Maximum number of answers that wait for a row; further requests get status 429."""
   max_body: Annotated[int, tyro.conf.arg(metavar="BYTES")] = 8_000_000
-  """Bytes of a request, at most; larger ones get status 413."""
+  """Maximum bytes of a request; larger ones get status 413."""
   context_tokens: Annotated[int | None, common.optional("TOKENS")] = None
-  """Tokens of a prompt that are read before the others are scored, where requests do not say; 1 by
-  default under methods whose cache does not depend on it, and asked for under others."""
+  """Default of the field "context_tokens"; 1 for methods whose cache does not depend on it. Other
+  methods require this option or the field."""
   prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
-  """Read a long prompt so many tokens at a time, with steps between; at once by default."""
+  """Tokens of a prompt to read between two decode steps; by default the whole prompt."""
   template_args: Annotated[str | None, common.optional("JSON")] = None
-  """Further values that the chat template reads: '{"enable_thinking": false}'."""
+  """Further arguments of the chat template: '{"enable_thinking": false}'."""
   host: str = "127.0.0.1"
-  """Address to listen on; by default only this machine reaches it. Whoever does is answered."""
+  """Address to listen on; the default accepts connections from this machine only."""
   port: int = 8000
   """Port to listen on."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"

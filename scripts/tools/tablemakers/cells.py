@@ -115,14 +115,14 @@ def cases(
 
   def make(results: Results, named: str = "") -> Part:
     where = (suite, named or card) if suite else (named, card)
-    held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: _order(case.name))
+    held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: in_order(case.name))
     rows = ([case.name, *(show(case) for _, show in columns)] for case in held)
     return table(("", *(head for head, _ in columns)), rows)
 
   return make
 
 
-def _order(name: str) -> list[tuple[int, str]]:
+def in_order(name: str) -> list[tuple[int, str]]:
   """Numbers in a name count as numbers."""
   return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
 

@@ -5,7 +5,7 @@ import re
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import faster, longer, median, over_bytes, own, said, say
 from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import H100, Case, Results
+from scripts.tools.tablemakers.results import GPU, H100, Case, Results
 from scripts.tools.tablemakers.timings import Timing, over
 
 # Of torch's SDPA the faster of its two layouts.
@@ -21,6 +21,27 @@ decode = cells.cases(
   ("torch flash SDPA", median("torch flash|torch flash (heads)")),
   ("FlashInfer", median("FlashInfer")),
 )
+
+
+def cards(results: Results) -> Part:
+  """Dense decode on both cards: the time, of a read, over the fastest of cuDNN's."""
+  columns = {
+    "kvjax": own(),
+    "of a read": faster("kvjax", "read"),
+    "over cuDNN": longer("kvjax", f"jax cuDNN|{CUDNN}"),
+  }
+  held = {name: results.bench("decode", card) for name, card in (("H200", GPU), ("H100", H100))}
+  names = sorted({case for bench in held.values() for case in bench}, key=cells.in_order)
+  rows = [
+    [
+      case,
+      *(show(x[case]) if case in x else None for x in held.values() for show in columns.values()),
+    ]
+    for case in names
+  ]
+  return cells.table(("", *(f"{card}, {what}" for card in held for what in columns)), rows)
+
+
 # Whole steps on the H100.
 rows = cells.cases(
   None, "", ("a step, 8B's shape", own()), ("× all bytes", over_bytes()), card=H100
@@ -145,8 +166,8 @@ gpus = cells.cases(
   ("times as fast", faster(SEVERAL, "1 device")),
   ("over its share + all-reduces", _over_share),
   ("an all-reduce in a chain", _reduce()),
-  ("by XLA's kernel", median("2 devices, XLA's kernel")),
-  ("an all-reduce", _reduce(", XLA's kernel")),
+  ("several, XLA's all-reduces", median("2 devices, XLA's kernel")),
+  ("XLA's in a chain", _reduce(", XLA's kernel")),
 )
 
 LARGE = "full|snapkv|pyramidkv|streaming_llm"

@@ -1,6 +1,6 @@
 """PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
 
-from scripts.tools.tablemakers import cells
+from scripts.tools.tablemakers import cells, real
 from scripts.tools.tablemakers.cells import faster, median, own, said, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, Case, Results
@@ -62,6 +62,21 @@ calibration = cells.cases(
   ("a layer's calibration", median("searched")),
   ("without the search", median("followed")),
 )
+
+
+def real_steps(results: Results) -> Part:
+  """PRR's step beside Quest's after real text, with the tokens that each attends to."""
+  found = real.held(results)
+  timed = {(cost.method, cost.length, cost.batch): cost for cost in found.costs}
+  rows = []
+  for length, batch in sorted({key[1:] for key in timed if key[0] == "prr"}):
+    both = [timed[name, length, batch] for name in ("quest", "prr")]
+    theirs, mine = map(found.time, both)
+    seen = (found.shown(cost, cost)["attended"] for cost in both)
+    row = [f"B{batch} T{length >> 10}K", theirs, say("{:**}", mine), gain(mine, theirs), *seen]
+    rows.append(row)
+  head = ["", "Quest", "PRR", ("PRR's speed over Quest's", "{:.2f}")]
+  return cells.table((*head, "tokens that Quest attends to", "that PRR attends to"), rows)
 
 
 # ---- foresight

@@ -3,7 +3,7 @@
 Pure functions on the host, in float64, so that no rounding comes between a quantity and its bound.
 Arrays are NumPy's or JAX's; leading axes are arbitrary. Keys count from 0, and logarithms are
 natural. Where the paper's statement needs an assumption that models do not meet (unit queries,
-constants that are given), what stands here is the form that holds for any input. No logits
+constants that are given), this module has the form that holds for any input. No logits
 have a soft cap.
 """
 
@@ -228,7 +228,7 @@ def window_loss(
     weight: attention of T queries over keys 0 … S − 1, nothing hidden.
     position: t, of each query.
     sinks: C_sink.
-    first: P, oldest position that each query sees beside the sinks, as in `kvjax.Window`.
+    first: P, oldest position that each query sees except the sinks, as in `kvjax.Window`.
     recency: κ and λ of the leading axes.
   """
   position, first = np.asarray(position), np.asarray(first)

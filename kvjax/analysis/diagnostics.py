@@ -6,7 +6,7 @@ Shapes: leading axes broadcast, so that q [B, K, G, H] goes with k [B, K, 1, S, 
     k, v = (cache.slots[name][:, :, None] for name in ("k", "v"))
     change = eviction_change(q, k, v, held)
 
-Results are float32, or float64 where an argument is. `held` says which slots count; the others'
+Results are float32, or float64 where an argument is. `held` marks the slots that count; the others'
 results are 0. Bounds are those of exact arithmetic: logits of size s carry rounding errors of
 about s · 6e-8 in float32, which a bound near zero does not cover. No logits have a soft cap.
 """
@@ -51,7 +51,7 @@ def contribution(
   v: Float[Array, "*#b S H"],
   held: Bool[Array, "*#b S"] | None = None,
 ) -> Float[Array, "*b S H"]:
-  """c_i = α_i·v_i, what stands for Δo_i (Eq. 5); ‖c_i‖₁ is LongFlow's score (Eq. 6).
+  """c_i = α_i·v_i, which approximates Δo_i (Eq. 5); ‖c_i‖₁ is LongFlow's score (Eq. 6).
 
   What it leaves out is of the order α_i·o: small, but relative to c_i as large as o is to v_i.
   """

@@ -21,7 +21,7 @@ from kvjax.ops import attention
 class Measured(Wrapper):
   """Adds to a method's diagnostics how its attention compares with that over all keys.
 
-  Every decode step reports, beside what the base does,
+  Every decode step reports, in addition to the base's statistics,
 
       dropped   float32 [B, K, G]   δ, the full cache's attention to keys that were not attended
       overlap   float32 [B, K, G]   share of the oracle's keys that were attended, the oracle taking
@@ -32,7 +32,7 @@ class Measured(Wrapper):
 
   Attributes:
     base: a method whose cache holds every token (`positional`), as numbers: of a method that stores
-      codes, `KIVI(Measured(Quest()))` measures what lies beneath.
+      codes, `KIVI(Measured(Quest()))` measures the inner method.
   """
 
   def __post_init__(self):

@@ -1,4 +1,4 @@
-"""Bytes that a decode step moves of its caches, known beforehand: nothing is allocated or run.
+"""Bytes of its caches that a decode step moves, in advance: nothing is allocated or run.
 
 A step of the reference is traced, layer by layer, and every array of the cache followed through it:
 what is gathered counts by what is gathered, of an array or of numbers made of it one by one (codes

@@ -1,4 +1,4 @@
-"""Records that moves are handed: the place, the environment, a prompt and its attention, a carry.
+"""Records passed to moves: the place, the environment, a prompt and its attention, a carry.
 
 One dimension key everywhere: B batch, T query tokens, S cache slots, N query heads, K key/value
 heads, G = N/K query heads per key/value head, H head size, L layers.
@@ -30,7 +30,7 @@ IMPLEMENTATIONS = ("auto", "reference", "pallas", "jax-triton", "cudnn")
 
 @dataclasses.dataclass(frozen=True)
 class Env:
-  """Static facts that every move may know, beside the shapes of its arrays.
+  """Static facts available to every move, in addition to the shapes of its arrays.
 
   Attributes:
     layers: L.
@@ -146,7 +146,7 @@ class Active:
   Attributes:
     index: int32 [B, A], which they are; the padded length of the chunk = padding.
     start: int32 [B], where the piece begins; None: there is none. Only `ends` gives it.
-    apart: how many first tokens stand apart from the piece (static). Only `ends` gives it.
+    apart: number of first tokens that are separate from the piece (static). Only `ends` gives it.
   """
 
   index: Array

@@ -22,7 +22,7 @@ _INTERVALS = {
 
 
 def bound(holds: Callable[[Any], Any], expected: str, default: Any) -> Any:
-  """A field of values of which `holds` is true, which `expected` says in words; None passes too.
+  """A field whose values satisfy `holds`, described by `expected`; None is also allowed.
 
   `check` asks, and a subclass that gives the field another default keeps the bound.
   """
@@ -117,7 +117,7 @@ def _fits(value: Any, kind: type) -> bool:
 
 @functools.cache
 def _bounds(cls: type) -> dict[str, tuple[Callable[[Any], Any], str, Any]]:
-  """The check of each argument, its meaning in words and its default, by name."""
+  """The check of each argument, its description and its default, by name."""
   bounds = {}
   for base in reversed(cls.__mro__):
     for field in vars(base).get("__dataclass_fields__", {}).values():

@@ -30,7 +30,7 @@ class Leaf:
 
   Attributes:
     shelf: "slots" [B, K, S, *shape], "heads" [B, K, *shape] or "rows" [B, *shape] (`kvjax.Cache`).
-    shape: the axes of its own.
+    shape: the axes after those of its shelf.
     dtype: of its elements.
     fill: what an empty cache holds: a number, or numbers that broadcast over the whole.
     new: slots: what the slots of new tokens get, from their "k", "v" and "pos" [B, K, T, ...];
@@ -70,7 +70,7 @@ class Leaf:
     return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)
 
   def of_new(self, new: New, like: Array) -> Array:
-    """Values of new tokens in an array of which `like` has the dtype and the axes of its own."""
+    """Values of new tokens, with the dtype and the trailing axes of `like`."""
     if self.new is not None:
       return self.new(new)
     return jnp.full((*new["pos"].shape, *like.shape[3:]), self.fill, like.dtype)

@@ -25,7 +25,7 @@ class Window:
 
   Attributes:
     sinks: number of first tokens that stay visible (static).
-    first: int32 [B, T], oldest visible position of each query beside the sinks; or [B, K, T], each
+    first: int32 [B, T], oldest visible position of each query except the sinks; or [B, K, T], each
       head's own.
     view: int32 [B, T], the position from which a query looks at the sinks; None: its own.
   """
@@ -52,7 +52,7 @@ class Span:
   """The slots of a plan without a table: [0, min(sinks, stop)) ∪ [max(start, sinks), stop).
 
   Attributes:
-    start, stop: int32 [B, K], or [B, 1] where all heads are alike.
+    start, stop: int32 [B, K], or [B, 1] if all heads are equal.
     sinks: leading slots that are always included (static).
     before: slots of other devices that stand before the first one (`ops.context`), int32 []; the
       leading slots count from there. None: there are none.
@@ -81,7 +81,7 @@ class Needs:
 
   Attributes:
     logits: whether `observe` reads the logits.
-    order: whether attention minds in which order a table lists its tiles; else kernels take any.
+    order: whether attention depends on the order of a table's tiles; else kernels may use any.
     own_span: whether the method says itself which slots its window covers: spans may then end
       before the newest token, or after.
     hidden: moves for which a window may hide slots of such a span, which is all that kernels see.
@@ -98,8 +98,8 @@ class Needs:
 class CodedSlots:
   """Keys and values in codes (`kvjax.primitives.codes`), for operations that read these.
 
-  The cache beside them has the numbers that they stand for, which lie in no memory until an
-  operation reads them, and the query beside this one is rounded.
+  The cache next to them has the decoded numbers, which take no memory until an operation reads
+  them, and the query next to this one is rounded.
 
   Attributes:
     q: the query as it was, [B, K, G, H].
@@ -149,7 +149,7 @@ class Plan:
     unit: slots per tile (static; 1 = single tokens).
     pinned: first entries that an early stop may not skip (static).
     window: the positions that the query may see; None: all.
-    needs: what the method needs beside (static).
+    needs: further requirements of the method (static).
     codes: of the slots, where keys and values are kept as such.
   """
 

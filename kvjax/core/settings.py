@@ -1,6 +1,6 @@
 """Settings of methods by their size, for demos, laws, benchmarks and evaluations.
 
-They stand beside the class, and are handed it: a subclass has those of its bases, all but `repo`.
+They are defined next to the class and receive it: a subclass inherits all but `repo`.
 
     register(Mine, example=lambda cls, budget: cls(budget), neutral=lambda cls, length: cls(length))
     usual(Mine, 1024)

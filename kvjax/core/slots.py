@@ -139,7 +139,7 @@ def sparing(
 def lowest(score: Float[Array, "B K S"], pos: Int[Array, "B K S"]) -> Int[Array, "B K"]:
   """The slot of smallest score; ties to the lowest position. A score of NaN is the smallest.
 
-  One reduction, where a minimum and what has it would be one after the other.
+  A single reduction, instead of a minimum followed by a search for its index.
   """
   number, slot = ~jnp.isnan(score), jax.lax.broadcasted_iota(jnp.int32, score.shape, 2)
   held = number, jnp.where(number, score, 0), pos, slot
@@ -160,7 +160,7 @@ def pool(
 ) -> Float[Array, "B K S"]:
   """Each slot's "avg" or "max" over `width` neighbours in order of position, its own in the middle.
 
-  Slots that are not ok count as padding (0 of an average); what stands there means nothing.
+  Slots that are not ok count as padding (0 of an average); their contents are undefined.
   """
   order = jnp.argsort(jnp.where(ok, pos, jnp.iinfo(jnp.int32).max), -1)
   empty, add = (0.0, jax.lax.add) if how == "avg" else (-jnp.inf, jax.lax.max)

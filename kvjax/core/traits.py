@@ -18,8 +18,8 @@ class Stream:
   Attributes:
     chunk: tokens of a piece, but for the last one.
     last: tokens at the end of a turn that are a piece of their own; 0: none.
-    persists: whether decoding goes on with the blocks that the last piece retrieved.
-    alike: the first layer in which the method does just what it does in this one: they share a
+    persists: whether decoding uses the blocks that the last piece retrieved.
+    alike: the first layer in which the method does exactly the same as in this one: they share a
       program; None: not known.
   """
 
@@ -47,7 +47,7 @@ class Traits:
   Attributes:
     positional: whether slot = position: tokens are appended and none ever leaves or moves.
     wants_logits: whether `observe` reads the logits of a decode step.
-    ordered: whether attention minds in which order a plan lists its tiles; else kernels take any.
+    ordered: whether attention depends on the order of a plan's tiles; else kernels may use any.
     chunkable: whether a prompt read in chunks gives what the prompt read at once gives.
     order_independent: whether decoding a token gives what a prompt that includes it gives.
     projects_all: whether tokens that a layer does not compute (`active`) still get its keys and
@@ -57,7 +57,7 @@ class Traits:
       Prompts always are, where the model can (`kvjax.models.decode.by_layer`).
     stream: how prompts are read piece by piece; None: as one likes.
     uneven: of a cache whose heads do not all have as many slots: why they cannot be split over so
-      many devices, in words, empty where they can; None: heads are alike.
+      many devices, as a text, empty if they can; None: heads are equal.
     prunes: whether data decide how many slots a plan lists: what is said of bytes is the most.
     weighs_outputs: whether `rank` reads the layer's output projection (`Prompt.wo`).
     endless: whether no query meets a distance beyond what the method keeps, however long a row:

@@ -21,7 +21,7 @@ from kvjax.primitives import ring
 class Bounded(Method):
   """Keeps at most `budget` tokens per KV head: slots are reused, so slot ≠ position.
 
-  A subclass says which tokens of a prompt stay (`rank`), and which one a full cache gives up for
+  A subclass defines which tokens of a prompt stay (`rank`), and which one a full cache gives up for
   the next (`victim`).
 
   A budget above the capacity allocates the capacity: no row will have more tokens to keep.
@@ -67,12 +67,12 @@ class InTurn(Bounded):
 
   A prompt leaves its slots in that order: tokens that stay, then the others, the oldest first. So
   decode goes round the slots after the former, and which one is next is a matter of the position
-  alone (`kvjax.primitives.ring`): nothing is searched, and nothing written beside the token.
+  alone (`kvjax.primitives.ring`): nothing is searched, and only the token is written.
   """
 
   @property
   def _always(self) -> int:
-    """Number of first slots that are never given up, whatever they hold."""
+    """Number of first slots that are never evicted."""
     return 0
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:

@@ -1,4 +1,4 @@
-"""Base of methods that store keys and values as codes, whatever their codes are."""
+"""Base of methods that store keys and values as codes of any kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Coded(Wrapper):
   Everything that reads a cache, the base's scores too, sees the numbers that codes stand for. A
   prompt is attended to as it is; what was cached before it, as it is stored.
 
-  A subclass says what is stored (`leaves`, and in `_beside` which slots the base does not know),
+  A subclass defines what is stored (`leaves`, and in `_beside` which slots the base does not know),
   which numbers that is (`_of_base`), and how tokens enter it (`insert`, `keep`).
 
   `bits` of a code is a field of the subclasses.

@@ -1,6 +1,6 @@
 """Rules for what a class may define, and when an overridden move voids its declarations.
 
-A kernel stands for what a method declares of its moves, and for nothing else.
+A kernel implements what a method declares about its moves, and nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MOVED = {
   "init": "capacity and leaves, or init_caches",
   "room": "nothing: kvjax.families.entrance.room says it",
 }
-# Constructors of before 0.3, which are beside the class now (`kvjax.settings`).
+# Constructors from before 0.3, which are now next to the class (`kvjax.settings`).
 SETTINGS = ("example", "usual", "neutral", "repo")
 
 

@@ -5,7 +5,7 @@ A decode step is four moves over an explicit cache:
     insert    the new key and value go into the cache (and, when it is full, something leaves)
     plan      which slots this query will see, in which order
     attend    walk the plan with online softmax (`plan_and_attend` is both)
-    observe   update whatever statistics the method keeps
+    observe   update the statistics that the method keeps
 
 and a prompt is three: `stage` the slots that its queries see, attend, `keep` what stays cached.
 A method is a frozen dataclass of its hyperparameters that overrides some of these moves.
@@ -45,8 +45,8 @@ ONCE = ("traits", "tiles")  # properties that are evaluated once for each method
 class Method:
   """The full cache, move by move; every method is a subclass that overrides some of them.
 
-  An override means the same under every implementation. Where a kernel would pass it by, "auto"
-  takes the reference, and a kernel asked for by name raises as soon as a step is traced.
+  An override has the same effect under every implementation. If a kernel would ignore it, "auto"
+  uses the reference, and a kernel requested by name raises an error when a step is traced.
 
   All public functions and properties are moves, and a class has those of its bases: another one,
   perhaps a misspelt one, is a TypeError where the class is made. Helpers begin with _; a family

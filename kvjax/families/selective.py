@@ -1,4 +1,4 @@
-"""Base of methods that read a part of a cache, whatever it keeps."""
+"""Base of methods that read a part of a cache, of any kind."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class Tiles:
 
   Attributes:
     unit: slots per tile.
-    best: k, tiles chosen by score beside the forced ones.
+    best: k, tiles chosen by score in addition to the forced ones.
     first, newest: numbers of first and of newest tiles that every plan lists.
     dense_below: rows of fewer tokens attend to everything.
     positive: whether scores are never negative (probabilities, say).
@@ -57,7 +57,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
   What the cache keeps is the base's: every token, unless another base is given. `Quest(256,
   base=SnapKV(1024))` reads 256 of the 1,024 tokens that SnapKV keeps.
 
-  A plan lists the first tiles and the newest, whatever their scores, and the best of the others. A
+  A plan lists the first tiles and the newest, for any scores, and the best of the others. A
   subclass says what a tile is and how many are read (`tiles`), and how they are scored (`score`)
   from summaries (`summaries`, `summarise`) that it keeps on the cache's heads shelf. Summaries
   follow the cache: they are built after a prompt and renewed after each step where the new token
@@ -111,7 +111,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K P"]:
-    """Importance of every tile to the newest token's queries; whatever where there is no tile.
+    """Importance of every tile to the newest token's queries; undefined where there is no tile.
 
     Layers that attend to everything are not asked.
     """
@@ -166,7 +166,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     return math.floor(ratio * self.tiles.best + 1e-9)  # 1.15 · 20 is 22.999… in floats
 
   def _most(self, ratio: float) -> int:
-    """The most tiles that a row gets beside the forced ones: short rows get all."""
+    """The most tiles that a row gets in addition to the forced ones: short rows get all."""
     return max(
       self._widened(ratio), -(-self.tiles.dense_below // self.tiles.unit) - sum(self.tiles.forced)
     )

@@ -1,4 +1,4 @@
-"""Layers with a sliding window of the model's own: what they keep, whatever the method.
+"""Layers with a sliding window of the model's own, which have the same cache under any method.
 
 A model of the Gemma 3 or gpt-oss kind has layers that see everything and layers that see their
 newest W tokens. The latter keep just these, in a ring of W slots at their true positions. A method

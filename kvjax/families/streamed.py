@@ -36,9 +36,9 @@ from kvjax.primitives import softmax_state
 class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", "learn")):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
-  A subclass says which vectors stand for a block (`summaries`, `summarise`), how much the queries
-  of a chunk or of a step want a block (`similarity`), and, if it is more than the largest
-  similarity, what is chosen (`choose`).
+  A subclass defines which vectors represent a block (`summaries`, `summarise`), how similar they are
+  to the queries of a chunk or of a step (`similarity`), and, unless the most similar blocks are
+  chosen, which ones are (`choose`).
 
   Positions: within the window and the chunk distances are true. Once a block has left, the first
   tokens and all retrieved ones are seen at the distance `local`, whatever their position: their
@@ -49,9 +49,9 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
 
   Attributes:
     init_tokens: first tokens, which always stay.
-    local: newest tokens that have surely not left, and the distance of what is far.
+    local: newest tokens that are always in the window, and the distance at which others are seen.
     block: tokens per block.
-    retrieved: blocks that are attended to beside the window.
+    retrieved: blocks that are attended to in addition to the window.
     chunk: tokens of a prompt that are read at a time.
     held: retrieved blocks of which the device keeps copies; the least recently used leave.
     inject: how many blocks a caller can force into what is retrieved, see `injected`.
@@ -125,7 +125,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     votes: Float[Array, "B K E U"],
     block: Int[Array, "B E"],
   ) -> Cache:
-    """Stores what stands for blocks that leave, keys not rotated; numbers past the end: nothing."""
+    """Stores the vectors of blocks that leave, keys not rotated; ignores numbers past the end."""
     raise NotImplementedError(f"{type(self).__name__}.summarise")
 
   def similarity(
@@ -193,7 +193,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     return {**joined, "pos": jnp.where(near, joined["pos"], -1)}
 
   def _turned(self, at: At, q: Array, qpos: Int[Array, "B T"]) -> Array:
-    """Queries [B, K, G, T, H] at the angle `local`, from which they see what is far."""
+    """Queries [B, K, G, T, H] at the angle `local`, from which they see retrieved tokens."""
     return at.env.rope.shift(q, (self.local - qpos)[:, None, None])
 
   # ---- retrieval
@@ -239,7 +239,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     prompt: Prompt,
     carry: Carry,
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """Retrieves, and shows window and chunk beside what is far."""
+    """Retrieves blocks, and shows them with the window and the chunk."""
     if prompt.index is not None:
       raise NotImplementedError(
         f"{at.name}: found layers that compute a part of a prompt, expected layers that compute "
@@ -255,7 +255,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt
   ) -> Attended:
-    """Softmax over what is near and what is far together."""
+    """Softmax over near and retrieved tokens together."""
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
     state = softmax_state.merge(
@@ -364,7 +364,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     return plan, attended.noting(retrieval.Retrieved(cache)), carry
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
-    """Softmax over what is near and what is far; the logits are those of the slots."""
+    """Softmax over near and retrieved tokens; the logits are those of the slots."""
     k, v = cache.slots["k"], cache.slots["v"]
     near, logits = decode.attend_ranges(at, q, k, v, self._window_slots(cache))
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
@@ -422,7 +422,7 @@ settings.register(Streamed, example=_example, neutral=_neutral)
 
 
 def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
-  """Caches of all layers that retrieve these blocks whatever else they would (−1 = none).
+  """Caches of all layers that retrieve these blocks in addition to their own (−1 = none).
 
   Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
   after the first ones, is in block (t − init_tokens) // block.

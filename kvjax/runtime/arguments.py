@@ -99,7 +99,7 @@ def _by_row(name: str, x: Any, rows: int) -> Any:
 
 
 def floats(name: str, x: ArrayLike, wide: bool = False) -> Array:
-  """Floats, of 32 bits or fewer unless `wide`, whatever `jax_enable_x64` says; else TypeError."""
+  """Floats, of 32 bits or fewer unless `wide`, regardless of `jax_enable_x64`; else TypeError."""
   found = jnp.asarray(_given(name, x))
   if not jnp.issubdtype(found.dtype, jnp.floating):
     raise TypeError(f"{name}: found {found.dtype}, expected floats")
@@ -168,7 +168,7 @@ def check_room(cache: Cache, most: Any, new: Array) -> None:
 def whole(method: Method, lengths: Any, total: Any) -> Int[Array, " B"] | None:
   """The lengths of whole prompts, int32 [B], of which these may be parts; None: they are not.
 
-  The one place that says which methods may be told of a prompt in parts.
+  The single rule for which methods accept a prompt in parts.
 
   Raises:
     ValueError: not one per row, or less than what is given of a prompt.

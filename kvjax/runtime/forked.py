@@ -51,7 +51,7 @@ class Forked(Method):
     base: whose contexts they are: attends to all that it holds.
     branches: n, rows of each context. Those of one context are neighbours.
     context: slots of a context in each layer, at most.
-    room: tokens that a branch has slots for beside it.
+    room: tokens that a branch has slots for, in addition to the context.
   """
 
   base: Method = dataclasses.field(default_factory=Full)
@@ -129,7 +129,7 @@ class Forked(Method):
   def stage(
     self, at: At, cache: Cache, new: slots.Slots, q: Array, prompt: Prompt, carry: Carry
   ) -> tuple[slots.Slots, Cache, Carry]:
-    """The tokens of the branch and the chunk after them; beside them the context."""
+    """The tokens of the branch and the chunk after them, and the context."""
     context = {name: x for name, x in cache.heads.items() if name.startswith("context_")}
     return {**slots.join(cache.slots, new), **context}, cache, carry
 

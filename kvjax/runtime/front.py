@@ -179,7 +179,7 @@ def prefill(
       `starts` on the left.
     lengths: integers [B], tokens of each row; 0 leaves a row as it is. None: all from `starts` on.
     starts: integers [B], where in its row the first token is, of prompts that are padded on the
-      left; what stands before is not read. None: 0.
+      left; earlier places are not read. None: 0.
     total: integers [B], tokens of the whole prompt, where these are a chunk of it, for methods that
       need not see it at once; None: `lengths`.
     past: static bound on the tokens that rows have cached already; 0: none; None: not known.
@@ -336,7 +336,7 @@ def _scaled(cache: LayerCache, q: Array) -> Array:
 def _result(
   cache: LayerCache, out: Array, new: Cache, given: Carry | None, handed: Carry
 ) -> tuple[Array, LayerCache] | tuple[Array, LayerCache, Carry]:
-  """The result of a call; a carry that nobody asked for is refused, as it would be lost."""
+  """The result of a call; raises an error for a carry that the caller would lose."""
   after = dataclasses.replace(cache, cache=new)
   if given is not None:
     return out, after, handed

@@ -69,7 +69,7 @@ def empty_caches(
   (3, (2, 2, 48, 16))
 
   Args:
-    method: what to keep and what to read, `kvjax.SnapKV(1024)` say.
+    method: for example `kvjax.SnapKV(1024)`.
     batch: rows B.
     capacity: tokens of the longest row, prompt and generation together. No program can raise for
       a longer one: within it, methods that keep every token drop what comes after. A budget above
@@ -79,7 +79,7 @@ def empty_caches(
     head_dim: H.
     layers: L, the layers of the model.
     windows: for each layer the newest tokens that its queries see, or None where they see all; ():
-      all see all. A layer with a window keeps just these, whatever the method.
+      all see all. A layer with a window keeps exactly these, under any method.
     dtype: of stored keys and values.
     rope: rotary embedding, if q and k come without it; None: they are rotated already, and methods
       that move tokens to other positions are refused when they do.

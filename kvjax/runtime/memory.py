@@ -1,4 +1,4 @@
-"""Memory of caches, known beforehand, and the sizes that would fit where they do not."""
+"""Memory of caches, computed in advance, and the sizes that would fit if they do not."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def explained(
   mesh: Mesh | None = None,
   weights: Callable[[], int] = lambda: 0,
 ) -> Iterator[None]:
-  """Turns a device's lack of memory into a MemoryError that says what took it and what would fit.
+  """Raises a MemoryError that names the sizes and what would fit when a device is full.
 
   Args:
-    what: what is being done, in words.
+    what: a description of the operation.
     method: the KV-cache method.
     spec: sizes of the caches.
     mesh: the devices that they are split over.

@@ -30,7 +30,7 @@ def of_first(make: Callable[[], Any]) -> Any:
   All processes have to call it; the others do not call `make`.
 
   Args:
-    make: returns what JSON can say.
+    make: returns a value that JSON can represent.
   """
   if jax.process_count() == 1:
     return make()
@@ -87,7 +87,7 @@ def _tell(error: BaseException) -> None:
 
 
 def _told() -> str | None:
-  """The first error that a process has told; None: there is none, or nobody to ask."""
+  """The first error that a process reported; None if there is none, or no coordinator."""
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     return _client().key_value_try_get(_ENDED)
   return None

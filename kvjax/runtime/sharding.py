@@ -141,7 +141,7 @@ def named(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
 
 
 def shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-  """f on every device's part of its arguments; what it returns as whole must be alike everywhere.
+  """f on every device's part of its arguments; results that are not split must be equal everywhere.
 
   The check for the latter is off: Pallas kernels do not take part in it.
   """
@@ -149,7 +149,7 @@ def shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) 
 
 
 def checked_shard_map(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-  """`shard_map` of an f whose checks (`jax.experimental.checkify`) come out alike on all devices.
+  """`shard_map` of an f whose checks (`jax.experimental.checkify`) are equal on all devices.
 
   What they find is an ordinary result of f, and one check outside. Left to itself, checkify would
   collect an error from each device, and carry none of them out of a loop.

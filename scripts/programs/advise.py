@@ -10,7 +10,7 @@ With --devices and --hosts, the model is split over all of them: what fits is sa
 
 Nothing runs and no weights are read. Bytes come from the shapes of the caches and from a traced
 step, milliseconds from bytes and launches (`kvjax.programs.step_time`, launches as on an H200),
-quality from stored rows of evaluations, which may be of another model: the notes name it.
+quality from stored evaluation rows, possibly of another model, which the notes name.
 """
 
 import contextlib

@@ -8,8 +8,8 @@ A line is a message, and so is a paste of several lines. A line that begins with
 command:
 
     /file PATH              put a file's text before the next message
-    /method NAME [BUDGET]   go on under another method, which reads the conversation again
-    /again                  answer the last message again, under the present method
+    /method NAME [BUDGET]   switch to another method, which reads the conversation again
+    /again                  answer the last message again, with the current method
     /methods                list the methods
     /clear                  forget the conversation
     /help                   list these commands
@@ -47,9 +47,9 @@ class Args:
   budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
   length: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096
-  """Tokens of the whole conversation at most."""
+  """Maximum tokens of the whole conversation."""
   steps: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 256
-  """Tokens of an answer at most."""
+  """Maximum tokens of an answer."""
   temperature: float = 0.0
   """0 takes the likeliest token; higher values draw more freely."""
   top_p: float = 1.0
@@ -59,7 +59,7 @@ class Args:
   system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
   template_args: Annotated[str | None, common.optional("JSON")] = None
-  """Further values that the chat template reads: '{"enable_thinking": false}', tools, documents."""
+  """Further arguments of the chat template: '{"enable_thinking": false}', tools, documents."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None

@@ -32,13 +32,13 @@ class Args:
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]
   """The checkpoint folder to make; it must not exist yet."""
   max_context: Annotated[int | None, common.optional("TOKENS")] = None
-  """Longest context of the checkpoint: longer rows are refused, and layers with a sliding window
-  that is no shorter see all of it."""
+  """Longest context of the checkpoint: longer rows raise an error, and layers with a sliding window
+  of at least this length become full layers."""
   dtype: Annotated[Literal["bfloat16", "float16", "float32"] | None, common.choice()] = None
   """Type of all matrices; by default as in the source, quantised blocks as bfloat16."""
   to: Literal["safetensors", "orbax"] = "safetensors"
-  """Form of the weights: a safetensors file a layer, or a folder of Orbax's, of which several
-  devices or hosts read each its part."""
+  """Format of the weights: one safetensors file per layer, or an Orbax folder, of which each of
+  several devices or hosts reads its part."""
 
 
 def main(args: Args) -> None:

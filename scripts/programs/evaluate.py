@@ -17,23 +17,25 @@ one kind, and be merged:
     kvjax evaluate --tasks ruler --methods snapkv --out b     and there
     kvjax evaluate --only-report --add a b --out results
 
-Heads and gates out of files are refused where they were fitted on texts, keys or seeds of the rows,
-or do not say on what (published patterns): then `--unknown-fit` lets them run, and rows say so.
+Such a report may merge folders of several versions of kvjax and batch sizes; it names them.
 
-Only in such a merge may the folders be of several versions of kvjax and batches; it names them.
+Heads and gates from files raise an error if they were fitted on texts, keys or seeds of the rows.
+Files without a record of what they were fitted on, such as published patterns, need
+`--unknown-fit`, and their rows are marked.
 
-Every scorer is tried before a model answers: a task whose metric is not installed is named as not
-run, the others run, and the program ends with status 1.
+Every scorer is tried before the model answers: a task whose metric is not installed is reported and
+skipped, and the exit status is 1.
 
-A folder knows what its rows came from: weights, tokenizer, data, methods' settings and own methods'
-code. Where one of them is another now, the program says so and adds nothing.
+A folder records the weights, tokenizer, data, method settings and your own methods' code. If one of
+them has changed, the program names it and adds nothing.
 
 With --mesh the model is spread over several devices, with --coordinator over those of several
 processes and hosts, all of which run the same command: they answer every row together. The first
 one makes the rows, scores and writes them. A model that fits one host is evaluated faster in parts.
 
-The same seed gives the same rows. On a GPU this needs the same compiled programs, which are kept in
-the cache folder: newly compiled ones may order sums differently, and a close call may change.
+The same seed gives the same rows. On a GPU this requires the same compiled programs, which are kept
+in the cache folder: newly compiled ones may sum in another order, which can change close
+decisions.
 """
 
 import dataclasses
@@ -69,13 +71,13 @@ TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: what is run, and how."""
+  """Arguments of an evaluation."""
 
   tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
   """Tasks or families of tasks; --list names them."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.usual_methods()
   """Registered methods, module:Class for your own, or "all". name:field=value,… sets further
-  fields, from a file where the value names a .tsv of gates or a .json of heads; outer+inner is a
+  fields; if the value names a .tsv of gates or a .json of heads, the file is read. outer+inner is a
   method over another (quantised:bits=4+snapkv). The full cache always runs: the others are compared
   with it."""
   budgets: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TOKENS ...")] = ("0.25",)
@@ -83,7 +85,7 @@ class Args:
   lengths: Annotated[tuple[int, ...], tyro.conf.arg(metavar="TOKENS ...")] = (2048,)
   """Tokens of prompt and answer together."""
   answer_tokens: Annotated[int | None, common.optional("TOKENS")] = None
-  """Tokens of an answer at most, in tasks whose answers end in a box (MATH-500, AIME, gsm8k_chat);
+  """Maximum tokens of an answer in tasks whose answers end in a box (MATH-500, AIME, gsm8k_chat);
   32,768 by default. The prompt and the answer never take more than --lengths together."""
   samples: int = 50
   """Rows of every task."""
@@ -93,7 +95,7 @@ class Args:
   answer is scored. reuse: the context is compressed once, and two questions are asked, each on a
   copy of its cache; the score is their mean."""
   seed: int = 0
-  """Draws every row."""
+  """Random seed of all rows."""
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
   SmolLM2-135M-Instruct by default."""
@@ -108,24 +110,26 @@ class Args:
   data: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
   """Folder of local data sets; by default $KVJAX_DATA, or a folder in the user's cache."""
   unknown_fit: bool = False
-  """Also run heads and gates that do not say what they were fitted on, such as published ones;
-  their rows say that it is unknown."""
+  """Also run heads and gates without a record of what they were fitted on, such as published ones;
+  their rows are marked as unknown."""
   run_code: bool = False
-  """Run programs that the model writes, to score them: in namespaces with limits, where they see no
-  file of yours and no network (KVJAX_RUN_CODE=1 says the same). Only where nothing is at stake."""
+  """Run programs that the model writes, to score them: in namespaces with limits, without access to
+  your files or the network (KVJAX_RUN_CODE=1 is the same). Use only on machines you can afford to
+  lose."""
   unsafe: bool = False
-  """With --run-code: run them with limits alone where the system gives no namespaces, with your
-  rights (KVJAX_RUN_CODE=unsafe says the same)."""
+  """With --run-code: if namespaces are not available, run them with limits only and with your
+  permissions (KVJAX_RUN_CODE=unsafe is the same)."""
   add: Annotated[tuple[pathlib.Path, ...], common.optional("FOLDER ...")] = ()
-  """First take over rows and traces of these folders, which must have equal settings (with
-  --only-report but for kvjax's version and batch); one that is being written gives what it has."""
+  """First add rows and traces of these folders, which must have equal settings (with --only-report,
+  kvjax's version and batch may differ). A folder that is still being written adds its finished
+  rows."""
   only_report: bool = False
-  """Run nothing and load no model: the table of what the folder has, and --add adds."""
+  """Run nothing and load no model: only merge the folders of --add and report."""
   trace: Annotated[int | None, common.optional("STEPS")] = None
-  """Also record what every method visits, by layer and step, while it decodes so many tokens after
-  the first row of the first task at the greatest length."""
+  """Also record the tiles that every method visits, by layer and step, while it decodes this many
+  tokens after the first row of the first task at the greatest length."""
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = pathlib.Path("evaluation")
-  """Results; a folder that has some is added to."""
+  """Folder of the results; existing results are extended."""
   list: bool = False
   """List tasks and methods, and stop."""
   devices: tyro.conf.OmitArgPrefixes[common.Devices] = dataclasses.field(

@@ -43,9 +43,9 @@ class Args:
   prompt: Annotated[str | None, tyro.conf.Positional, common.optional("PROMPT")] = None
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
   file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
-  """Prompts to answer in place of one, a line each."""
+  """A file of prompts to answer, one per line."""
   rows: int = 8
-  """Prompts of a file that are answered side by side."""
+  """Number of prompts of a file that are answered together."""
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
   """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
   quantised:bits=4+snapkv, module:Class."""
@@ -54,7 +54,7 @@ class Args:
   context_file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """A text in UTF-8 of any length to put before the prompt."""
   steps: int = 256
-  """Tokens to generate at most."""
+  """Maximum number of tokens to generate."""
   temperature: float = 0.0
   """0 takes the likeliest token; higher values draw more freely."""
   top_k: Annotated[int | None, common.optional("TOKENS")] = None
@@ -77,7 +77,7 @@ class Args:
   system: Annotated[str | None, common.optional("TEXT")] = None
   """System message of the chat."""
   template_args: Annotated[str | None, common.optional("JSON")] = None
-  """Further values that the chat template reads: '{"enable_thinking": false}', tools, documents."""
+  """Further arguments of the chat template: '{"enable_thinking": false}', tools, documents."""
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None

@@ -36,9 +36,9 @@ from kvjax.primitives import softmax_state
 class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", "learn")):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
-  A subclass defines which vectors represent a block (`summaries`, `summarise`), how similar they are
-  to the queries of a chunk or of a step (`similarity`), and, unless the most similar blocks are
-  chosen, which ones are (`choose`).
+  A subclass defines which vectors represent a block (`summaries`, `summarise`), how similar they
+  are to the queries of a chunk or of a step (`similarity`), and, unless the most similar blocks
+  are chosen, which ones are (`choose`).
 
   Positions: within the window and the chunk distances are true. Once a block has left, the first
   tokens and all retrieved ones are seen at the distance `local`, whatever their position: their

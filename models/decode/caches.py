@@ -1,4 +1,4 @@
-"""Live caches: room left, kept in a folder, forked into several rows, a further turn of a chat."""
+"""Live caches: remaining room, saving and restoring, forking rows, the next turn of a chat."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ TILE = 64  # slots that a shared context's are a multiple of: few sizes, few com
 
 
 def room(caches: Caches, method: Method) -> Int[np.ndarray, " B"] | None:
-  """Number of tokens that each row can take; None: any number, something leaves.
+  """Number of tokens that each row can still take; None: any number, because tokens are evicted.
 
-  For your own decode loop: a step past it leaves no token in the cache of a method that keeps
-  every token, and its output is wrong. It waits for the caches: ask before a loop, and count.
+  For your own decode loop: a step beyond it stores no token in the cache of a method that keeps
+  every token, and its output is wrong. The call waits for the caches: use it before a loop.
 
   Raises:
     TypeError, ValueError: `method` is no method, or the caches are another's, or gone.
@@ -54,12 +54,12 @@ def save(
 ) -> pathlib.Path:
   """Writes caches, and the logits to continue from, into a folder of Orbax's.
 
-  The folder has one version, which the next one replaces once that is whole: a writer that is
-  killed leaves the old one. Writers of one folder come one after another. Of several processes all
-  call it, with a folder that all of them see, and each writes what its devices hold.
+  A new version replaces the old one once it is complete: a writer that is killed leaves the old
+  one. Writers of one folder take turns. With several processes, all call it with a shared folder,
+  and each writes the parts on its devices.
 
   Args:
-    path: the folder; what was saved there before is replaced.
+    path: the folder; an earlier version is replaced.
     logits: float32 [B, V] of `prefill`, or `Generation.last`.
     caches: of `method.init_caches(spec)`, live.
     method: the KV-cache method.
@@ -80,10 +80,10 @@ def save_async(
   method: Method,
   spec: CacheSpec,
 ) -> orbax.Saving:
-  """As `save`, while the program goes on: the arrays are copied when it returns.
+  """As `save`, in the background: the arrays are copied when it returns.
 
-  A step may then have the caches donated. `wait()` of the result blocks until the folder is whole,
-  and raises what went wrong; the end of the program waits for it, too.
+  The caches may then be donated. `wait()` of the result blocks until the folder is complete, and
+  raises the error if writing failed; the end of the program also waits for it.
 
   Raises:
     TypeError, ValueError, OSError: of `save`.
@@ -104,8 +104,8 @@ def restore(
 ) -> tuple[Float[Array, "B V"], Caches]:
   """Reads what `save` wrote: logits and caches, as `prefill` returns them.
 
-  The folder knows the method and the sizes, not the weights: that the model is the one that filled
-  the caches is the caller's to know. They may have been saved from other devices.
+  The folder records the method and the sizes, not the weights: use the model that filled the
+  caches. They may have been saved from other devices.
 
   Args:
     path: the folder.
@@ -184,7 +184,7 @@ def _placed(
 def fork(
   logits: Float[Array, "B V"], caches: Caches, times: int, *, row: int | None = None
 ) -> tuple[Float[Array, "rows V"], Caches]:
-  """Every row `times` times side by side, to sample several continuations of each.
+  """Repeats every row `times` times, to sample several continuations of each.
 
   Args:
     logits: float32 [B, V].
@@ -209,7 +209,7 @@ def fork(
 def fork_shared(
   logits: Float[Array, "B V"], caches: Caches, method: Method, times: int, *, room: int
 ) -> tuple[Float[Array, "rows V"], Caches, Forked]:
-  """As `fork`, but what the rows have read is held once, and read once a step for all branches.
+  """As `fork`, but the context is stored once, and read once per step for all branches.
 
   Of S cached tokens and n branches it takes the bytes of S + n·room, where copies take n·(S +
   room). Layers with a window of the model's own, which hold no more than that, are copied.

@@ -29,20 +29,20 @@ TILE = 64  # tokens that are ranked are a multiple of: few sizes, few compilatio
 
 
 def compress(model: Transformer, caches: Caches, method: Method) -> Caches:
-  """The caches that a method would have, had it read what the full cache has read, at once.
+  """Converts full caches to those that a method would have after reading the same tokens at once.
 
-  For methods that look at keys, values and positions, up to ties that rounding breaks: `Knorm`,
-  `KeyDiff`, `LagKV`, `Random`; and those that keep all and index or round it, `Quest`, `Quantised`,
-  `KIVI`. Queries are not cached: what ranks tokens by them has to read the prompt itself, and is
-  refused.
+  For methods that depend on keys, values and positions, up to ties in rounding: `Knorm`, `KeyDiff`,
+  `LagKV`, `Random`; and for those that keep all tokens and index or round them: `Quest`,
+  `Quantised`, `KIVI`. Queries are not cached, so methods that rank tokens by queries raise an error
+  and have to read the prompt themselves.
 
   Args:
     model: the decoder.
-    caches: of `Full`, live; left as they are: let go of them, and their bytes are free.
+    caches: of `Full`, live; not changed. Delete them to free their memory.
     method: whose caches are wanted.
 
   Returns:
-    The method's caches, one per layer, to go on with from the same logits.
+    The method's caches, one per layer, to continue from the same logits.
 
   Raises:
     TypeError: `method` is no method, or `caches` no caches.

@@ -1,9 +1,9 @@
 """The decode loop: one jitted step at a time, the next under way while the host reads the last.
 
-A step is dispatched in a third of a millisecond and its launches are queued on the device, so that
-nothing waits as long as the host looks at tokens of which later ones are already on their way. A
-loop on the device would need a predicate, for which the host has to wait at every step, or a trip
-count of which some steps are idle; what it saves, one dispatch a token, costs no time.
+A step is dispatched in a third of a millisecond and its launches are queued on the device, so the
+device does not wait while the host reads earlier tokens. A loop on the device would need a
+predicate, for which the host has to wait at every step, or a fixed trip count with idle steps; the
+dispatch that it saves per token takes no extra time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Generation", "generate", "join", "pad", "prefill", "split"]
 
 GREEDY = Sampling()
 AHEAD = 2  # steps under way while the host reads one
-FIRST = 2  # tokens that are handed over first; then twice as many, up to a chunk
+FIRST = 2  # tokens returned first; then twice as many each time, up to a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Generation:
       completes a stop string, is the last one).
     lengths: int32 [B], tokens of each row.
     last: float32 [B, V], the logits after each row's last token: pass them on to continue.
-    logits: float32 [B, steps, V], the logits that each token was chosen from, where asked for.
+    logits: float32 [B, steps, V], the logits that each token was chosen from, or None.
     logprobs: float32 [B, steps], log-probability in nats of each token under the model (before
-      temperature and filters), where asked for; 0 where there is no token.
-    texts: each row's text, without stop tokens and stop strings, where a tokenizer was given.
+      temperature and filters), or None; 0 where there is no token.
+    texts: each row's text, without stop tokens and stop strings; None without a tokenizer.
   """
 
   tokens: np.ndarray
@@ -102,8 +102,8 @@ def generate(
 
   The host reads a token while the next `AHEAD` = 2 steps are under way. Stop strings are found by
   the host: those steps, two tokens that are not returned, or fewer at the end of the steps, enter
-  the row's cache and its `last`. Where that matters (a conversation that goes on from there),
-  `chunk=1` leaves nothing behind, and the device waits for the host at every token.
+  the row's cache and its `last`. If that matters (for a conversation that continues), use
+  `chunk=1`: no further tokens enter, but the device waits for the host at every token.
 
   A model with random weights, whose tokens mean nothing:
 
@@ -127,8 +127,8 @@ def generate(
     caches: donated; the result replaces them.
     method: the KV-cache method.
     steps: tokens to generate.
-    sampling: temperature and filters; the likeliest token by default. Other numbers compile
-      nothing again, unless the temperature comes from or goes to 0.
+    sampling: temperature and filters; the likeliest token by default. Other values do
+      not recompile, unless the temperature changes from or to 0.
     seed: random seed, below 2³². A draw depends on (seed, the row's number, the token's position
       in the row) only: not on the row's neighbours, nor on where an earlier call ended.
     rows: int32 [B], the rows' numbers in all that is generated, so that a row draws the same text

@@ -123,11 +123,11 @@ def prefill(
     chunk: tokens per row to read at a time, which bounds the memory that a prompt takes; None:
       all at once, or as the method streams.
     all_logits: logits of every position.
-    with_aux: also return what the method reports (of a prompt in pieces, on the last one).
+    with_aux: also return the method's reports (of a prompt in pieces, those of the last one).
     on_chunk: called with (tokens read, tokens to read) of the longest row after every chunk.
 
   Returns:
-    As `Transformer.prefill`: logits float32 [B, V] ([B, T, V]), caches, and the reports if asked.
+    As `Transformer.prefill`: logits float32 [B, V] ([B, T, V]), caches, and requested reports.
 
   Raises:
     TypeError: `method` is no method, or `caches` no caches.
@@ -137,16 +137,16 @@ def prefill(
       for. Nothing has run then.
     NotImplementedError: `chunk` is given, or `total` of a part, and the method has to see a prompt
       at once, or streams in pieces of its own.
-    MemoryError: a device has no room; the message says what takes it and what would fit. The caches
-      that were passed are gone.
+    MemoryError: a device is full; the message names the sizes and what would fit. The caches that
+      were passed are gone.
     FloatingPointError: a row's logits came out as NaN or infinity. The caches that were passed are
       gone.
     JaxRuntimeError: of `jax.experimental.checkify`, with `model.env.check_nan` only: attention
       came out as NaN or infinity. The caches that were passed are gone.
 
   Warns:
-    UserWarning: a row outgrows the context that the model was trained for, under a method that does
-      not keep distances within what it holds (`Traits.endless`).
+    UserWarning: a row exceeds the context that the model was trained for, under a method that does
+      not bound distances (`Traits.endless`).
   """
   tokens, lengths = arguments.array("tokens", tokens), arguments.array("lengths", lengths)
   checks.callbacks(on_chunk=on_chunk)

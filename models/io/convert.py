@@ -73,13 +73,13 @@ def convert(
     source: a Hugging Face folder (config.json, safetensors, tokenizer.json), a .gguf file, or
       "hf:owner/name", which is downloaded from the Hugging Face hub.
     dest: the folder to make; it must not exist yet.
-    max_context: use the model up to so many tokens only (None: all that it was made for): longer
-      rows are refused, and no number changes within it. Layers with a sliding window that is no
-      shorter see everything then, and are the method's.
+    max_context: longest rows of the checkpoint, in tokens (None: the model's context). Longer rows
+      raise an error; results for others do not change. Layers with a sliding window of at least
+      this length become full layers, to which the method applies.
     dtype: "bfloat16", "float16" or "float32" for all matrices; vectors stay as they are. None: as
       the source has them, quantised blocks as bfloat16; "float32" keeps every bit of these, in
       twice the bytes.
-    to: "safetensors", or "orbax", whose chunks several devices or hosts read each for itself.
+    to: "safetensors", or "orbax", of which several devices or hosts read their own chunks.
     progress: show a bar on stderr.
 
   Returns:
@@ -92,7 +92,7 @@ def convert(
       truncated or damaged, tensors are missing or of the wrong shape, the tokenizer belongs to
       another model, or there are only pickled weights.
     NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
-    OSError: the download failed, or `dest` cannot be written: the message says why.
+    OSError: the download failed, or `dest` cannot be written; the message gives the reason.
   """
   dest = pathlib.Path(dest)
   if dest.exists():

@@ -27,26 +27,25 @@ class Tokenizer:
   """A byte-pair encoding with its special tokens and chat template.
 
   Args:
-    backend: a `tokenizers.Tokenizer`. It is told to encode whole texts as they are: neither to cut
-      them, nor to pad them, nor to drop merges by chance; without a decoder it gets ByteLevel's.
+    backend: a `tokenizers.Tokenizer`. Truncation, padding and dropout are turned off; without a
+      decoder it gets ByteLevel's.
     bos: id of the token that begins a text, or None.
     eos: id of the token that ends a text, or None.
     add_bos: whether `encode` begins with `bos` unless told otherwise.
     add_eos: whether `encode` ends with `eos` unless told otherwise.
     ends: ids of further tokens that end an answer.
     chat_template: Jinja source, or None.
-    templates: other templates by name ("tool_use" is taken where tools are given).
+    templates: other templates by name ("tool_use" is used with tools).
     special_tokens: text of special tokens by the name that templates read ("bos_token"); by default
       those of `bos` and `eos`.
-    rows: rows of the model's embedding, where they are known. Where they are more than tokens, the
-      ids behind mean nothing and decode to nothing; where they are fewer, a text must not hold the
-      tokens behind.
+    rows: rows of the model's embedding, if known. If there are more rows than tokens, the further
+      ids decode to nothing; if there are fewer, texts with the further tokens raise an error.
 
   Attributes:
     size: number of token ids.
-    ends: ids of the tokens that end an answer, `eos` first: what `generate` takes as `stop`.
-    prefix, suffix: ids that `encode` puts before and after a text: what the backend's
-      post-processor does, with `bos` and `eos` as `add_bos` and `add_eos` say.
+    ends: ids of the tokens that end an answer, `eos` first: the argument `stop` of `generate`.
+    prefix, suffix: ids that `encode` puts before and after a text: those of the backend's
+      post-processor, with `bos` and `eos` according to `add_bos` and `add_eos`.
 
   Raises:
     ValueError: an id is out of range, or `add_bos` without `bos`.
@@ -185,8 +184,7 @@ class Tokenizer:
   def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
     """Text of token ids; bytes that are not UTF-8 become U+FFFD.
 
-    It is the text that the ids stand for: spaces before punctuation stay, whatever the files say
-    of cleaning up.
+    Spaces before punctuation stay, even if the files ask for clean-up.
 
     Raises:
       TypeError: an id is no integer.
@@ -213,7 +211,7 @@ class Tokenizer:
     return token in self._special
 
   def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> list[int]:
-    """Token ids of a conversation; takes and raises what `render` does."""
+    """Token ids of a conversation; arguments and errors are those of `render`."""
     return self.encode(self.render(messages, **arguments), bos=False)
 
   def render(
@@ -230,16 +228,16 @@ class Tokenizer:
 
     Args:
       messages: dicts of "role" and "content", a text or a list of {"type": "text", "text": …};
-        further entries are the template's to read ("tool_calls").
+        the template may read further entries ("tool_calls").
       add_generation_prompt: end where the assistant's answer begins.
       tools: JSON schemas of functions, each a dict.
       documents: dicts of "title" and "text".
       template: name of one among `templates`.
-      arguments: whatever else the template reads (enable_thinking, date_string, …).
+      arguments: further values that the template reads (enable_thinking, date_string, …).
 
     Raises:
-      ValueError: there is no template, it does not take these messages, it does not read what it is
-        given, or it passes a limit (10 s, 2²⁶ characters).
+      ValueError: there is no template, it rejects these messages, it does not read an argument, or
+        it exceeds a limit (10 s, 2²⁶ characters).
     """
     source = self._source(template, tools is not None)
     try:

@@ -22,6 +22,7 @@ from kvjax.models.nn import flat
 EXPECTED = "a whole folder that Orbax wrote"
 HEADER, ARRAYS = pathlib.Path("header", "metadata"), "arrays"  # of a version
 _CHUNK = 64 << 20  # bytes that are written, and read, as one
+_PIECE = 1 << 20  # entries of a host's array that are summed at a time
 
 
 def save(
@@ -142,19 +143,37 @@ def latest(path: pathlib.Path) -> pathlib.Path:
 
 
 def sums(arrays: dict[str, Any]) -> dict[str, int]:
-  """The sum of each array's bytes, modulo 2³², which tells that one of them is another."""
-  made = {
-    name: np.asarray(x).reshape(-1).view(np.uint8).sum(dtype=np.uint32) if _on_host(x) else _sum(x)
-    for name, x in arrays.items()
-  }
+  """A number for each array that tells it from damaged ones: Σ xᵢ·wᵢ modulo 2³².
+
+  Of the entries as unsigned integers, each with a weight of its own: the same for an array on a
+  host, on a device or in shards.
+  """
+  made = {name: _host_sum(x) if _on_host(x) else _sum(x) for name, x in arrays.items()}
   return {name: int(x) for name, x in made.items()}
+
+
+_WEIGHT = 0x9E3779B1  # odd: wᵢ = i·_WEIGHT + 1 differ for all i below 2³²
+
+
+def _host_sum(x: Any) -> int:
+  entries, total = np.asarray(x).reshape(-1), 0
+  entries = entries.view(f"u{entries.itemsize}")
+  for start in range(0, entries.size, _PIECE):
+    part = entries[start : start + _PIECE].astype(np.uint32)
+    place = np.arange(len(part), dtype=np.uint32) + np.uint32(start % 2**32)
+    total += int((part * (place * np.uint32(_WEIGHT) + np.uint32(1))).sum(dtype=np.uint32))
+  return total % 2**32
 
 
 @flat.own
 @jax.jit
 def _sum(x: Array) -> Array:
   x = x.astype(jnp.uint8) if x.dtype == bool else x
-  return jax.lax.bitcast_convert_type(x, jnp.uint8).sum(dtype=jnp.uint32)
+  entries = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+  place = jnp.uint32(0)  # in the whole array, whatever shard it is in
+  for axis, size in enumerate(x.shape):
+    place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+  return (entries * (place * jnp.uint32(_WEIGHT) + 1)).sum(dtype=jnp.uint32)
 
 
 def _on_host(x: Any) -> bool:

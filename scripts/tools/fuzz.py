@@ -5,12 +5,12 @@
 
 Files of a tiny model (GGUF, whole and in parts; safetensors in shards, their index, config.json and
 tokenizer files of a Hugging Face folder; config, tokenizer and a layer of a checkpoint, as a file
-and as a folder of Orbax's) are changed at random: bits, bytes, pieces and sizes, JSON values and
-keys, values nested without end. A worker process then opens the source as
+and as a folder of Orbax's; a folder of saved caches) are changed at random: bits, bytes, pieces and
+sizes, JSON values and keys, values nested without end. A worker process then opens the source as
 `kvjax.models.io.convert` does, reads every tensor, and encodes a text. What counts as a failure:
 another error than the documented ones, a message that does not name the file, the end of the
-process, more than `SECONDS` of computing, more than `GROWTH` bytes, and a shard from outside of the
-folder.
+process, more than `SECONDS` of computing, more than `GROWTH` bytes, a shard from outside of the
+folder, and caches that are restored with other numbers.
 """
 
 import contextlib
@@ -47,9 +47,11 @@ KINDS = (
   *("tokenizer config", "checkpoint layer"),
   *("orbax metadata", "orbax manifest", "orbax tree", "orbax arrays"),
   *("checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
+  *("saved header", "saved metadata", "saved manifest", "saved tree", "saved arrays"),
 )
 BINARY = ("gguf", "gguf part", "safetensors", "checkpoint layer")
 BINARY += ("orbax manifest", "orbax tree", "orbax arrays")
+BINARY += ("saved manifest", "saved tree", "saved arrays")
 DOCUMENTED = (ValueError, NotImplementedError, FileNotFoundError)
 NUMBERS = (0, 1, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1)
 VALUES: tuple[Any, ...] = (
@@ -97,17 +99,16 @@ def originals(folder: pathlib.Path) -> None:
     if path.name != "layer_001.safetensors":
       path.unlink()
   shutil.copy(folder / TARGETS["checkpoint layer"], folder / "layer")
-  for kind in (
-    "checkpoint layer",
-    "orbax arrays",
-  ):  # what JAX allocates once is not the file's doing
-    load_layer(folder, kind)
+  save_caches(folder / SAVED)
+  # What JAX allocates once is not the file's doing.
+  for kind in ("checkpoint layer", "orbax arrays", "saved arrays"):
+    read(kind, folder)
   (folder / "outside").mkdir()
   shutil.copy(next((folder / "hf").glob("*.safetensors")), folder / "outside/canary.safetensors")
 
 
 FAMILIES = {"experts": "gpt-oss", "windows": "gemma3-parameters", "long": "phi-long"}
-ORBAX = "orbax/items/layer_001.orbax"
+ORBAX, SAVED = "orbax/items/layer_001.orbax", "saved"
 TARGETS = {
   "gguf": "gguf/tiny.gguf",
   "gguf part": "gguf/m-00002-of-00003.gguf",
@@ -127,6 +128,11 @@ TARGETS = {
   "checkpoint config": "made/config.json",
   "checkpoint tokenizer": "made/tokenizer.json",
   "checkpoint tokenizer config": "made/tokenizer_config.json",
+  "saved header": f"{SAVED}/1/header/metadata",
+  "saved metadata": f"{SAVED}/1/arrays/_METADATA",
+  "saved manifest": f"{SAVED}/1/arrays/manifest.ocdbt",
+  "saved tree": f"{SAVED}/1/arrays/d/*",
+  "saved arrays": f"{SAVED}/1/arrays/ocdbt.process_0/d/*",
 }
 
 
@@ -252,6 +258,9 @@ def read(kind: str, folder: pathlib.Path) -> None:
   if kind == "checkpoint layer" or kind.startswith("orbax"):
     load_layer(folder, kind)
     return
+  if kind.startswith("saved"):
+    restore_caches(folder / SAVED)
+    return
   if kind.startswith("checkpoint"):
     convert.read_config(folder / "made")
     use(Tokenizer.load(folder / "made"))
@@ -278,6 +287,39 @@ def load_layer(folder: pathlib.Path, kind: str) -> None:
   whole = safetensors.numpy.load_file(folder / "layer")
   wanted = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in whole.items()}
   items.load(folder / (ORBAX if kind.startswith("orbax") else TARGETS[kind]), wanted)
+
+
+def some_caches() -> tuple[Any, Any, Any, Any]:
+  """Logits, caches of drawn numbers, their method and their sizes."""
+  import jax
+  import numpy as np
+
+  import kvjax
+
+  method, rng = kvjax.SnapKV(64, window_size=8), np.random.default_rng(0)
+  spec = kvjax.CacheSpec(batch=2, capacity=64, kv_heads=2, groups=2, head_dim=16, layers=2)
+  empty = np.zeros((2, 16), np.float32), method.init_caches(spec)
+  drawn = jax.tree.map(lambda x: jax.numpy.asarray(rng.integers(0, 2**15, x.shape), x.dtype), empty)
+  return *drawn, method, spec
+
+
+def save_caches(path: pathlib.Path) -> None:
+  from kvjax.models.decode import caches
+
+  caches.save(path, *some_caches())
+
+
+def restore_caches(path: pathlib.Path) -> None:
+  """Restores them; what is read has to be what was saved."""
+  import jax
+  import numpy as np
+
+  from kvjax.models.decode import caches
+
+  *saved, method, spec = some_caches()
+  for x, y in zip(*map(jax.tree.leaves, (caches.restore(path, method, spec), saved)), strict=True):
+    if not np.array_equal(x, y):
+      raise Failure("restored other numbers")
 
 
 def use(tokenizer: Any) -> None:

@@ -167,19 +167,23 @@ def _advice() -> str:
 
 def check_room(size: int) -> None:
   """Raises MemoryError if `size` bytes can not fit in the host's memory, or its pool for a GPU."""
+  if lacks := lacking(size):
+    raise MemoryError(f"offload: found {size / 2**30:.1f} GiB of caches, {lacks}")
+
+
+def lacking(size: int) -> str:
+  """The reason why so many bytes can not fit, and what to do, as an error says it; or nothing."""
   there = host_memory.available()
   if on_host():
     if size > float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30:
-      raise MemoryError(
-        f"offload: found a store of {size / 2**30:.1f} GiB, expected less; {_advice()}"
-      )
+      return f"expected less than the pool of pinned memory; {_advice()}"
     there += host_memory.resident()  # the pool keeps what it had, and uses it again
-  if size > there:
-    raise MemoryError(
-      f"offload: found {size / 2**30:.1f} GiB of caches, expected at most the "
-      f"{there / 2**30:.1f} GiB of host memory that are available: take a smaller capacity, or "
-      "fewer rows"
-    )
+  if size <= there:
+    return ""
+  return (
+    f"expected at most the {there / 2**30:.1f} GiB of host memory that are available: take a "
+    "smaller capacity, or fewer rows"
+  )
 
 
 def blocks_of(store: OwnRows) -> int:

@@ -106,13 +106,11 @@ def check_host(method: Method, spec: CacheSpec, name: str = "spec.capacity") -> 
     return sum(x.size * x.dtype.itemsize for x in counted)
 
   need = _affine(size, spec.capacity)
-  try:
-    offload.check_room(need)
-  except MemoryError as error:
+  if lacks := offload.lacking(need):
     raise MemoryError(
       f"{name}: found {spec.capacity:,} tokens, whose caches take {readable(need)} of the host's "
-      f"memory under {method!r}; {error}"
-    ) from error
+      f"memory under {method!r}, {lacks}"
+    )
 
 
 def _affine(size: Callable[[int], int], capacity: int) -> int:

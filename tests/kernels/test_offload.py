@@ -139,7 +139,7 @@ def test_a_pool_that_is_too_small(monkeypatch):
   monkeypatch.setattr(offload.host_memory, "available", lambda: 1 << 40)
   monkeypatch.delenv(offload.LIMIT, raising=False)
   offload.check_room(64 << 30)
-  message = f"found a store of 98.0 GiB.*holds 64 GB: set {offload.LIMIT} before jax is imported"
+  message = f"found 98.0 GiB of caches.*holds 64 GB: set {offload.LIMIT} before jax is imported"
   with pytest.raises(MemoryError, match=message):
     offload.check_room(98 << 30)
   monkeypatch.setenv(offload.LIMIT, "110")

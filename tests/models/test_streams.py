@@ -16,8 +16,9 @@ from kvjax.models.decode import pieces, streams
 from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.decode.streams import PromptStream
 from kvjax.testing.tiny import CONFIG, model
-from tests.methods.test_ltri import PIECES, SMALL
 
+SMALL = {"init_tokens": 3, "local": 8, "block": 6, "retrieved": 2, "chunk": 12, "held": 3}
+PIECES = {"spans": 2, "vectors": 6, "last": 5, "rate": (6.0, 2.0), "quantile": (0.7, 0.6)}
 METHODS = {
   "infllm": kvjax.InfLLM(**SMALL, representatives=2),
   "ltri": kvjax.Ltri(**SMALL, **PIECES, heads=((1, 4, 0.6), (2, 3, 0.3))),
@@ -86,8 +87,18 @@ def test_a_store_that_grows_or_not_gives_the_bits_of_prefill(method, first, monk
   chex.assert_trees_all_equal(stream.finish(), (logits, caches))
 
 
+@pytest.fixture
+def interruptible():
+  """A process that hears Ctrl-C, as one in the background does not."""
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  yield
+  signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_waits_for_the_chunk_and_leaves_usable_caches(method, small, number):
+def test_an_interrupt_waits_for_the_chunk_and_leaves_usable_caches(
+  method, small, interruptible, number
+):
   """At any chunk, in the midst of its layers; what was read is there, and reading goes on."""
   want = fed(whole(method), [(TOKENS, LENGTHS)]).finish()
   stream, calls = whole(method), [0]
@@ -121,7 +132,7 @@ def test_an_interrupt_waits_for_the_chunk_and_leaves_usable_caches(method, small
   chex.assert_trees_all_equal(found, want)
 
 
-def test_a_second_interrupt_does_not_wait():
+def test_a_second_interrupt_does_not_wait(interruptible):
   reached = []
   with pytest.raises(KeyboardInterrupt), pieces.undivided():
     for _ in range(2):

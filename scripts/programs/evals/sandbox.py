@@ -122,8 +122,10 @@ def _tested(program: str, head: str, test: str, name: str, *, shut_in: bool) -> 
         _end(side)
     if said not in ("passed", "failed"):
       errors.seek(0)
-      lines = errors.read().decode("utf-8", "replace").strip().splitlines()
-      raise OSError(said or (lines[-1] if lines else "a process ended without a message"))
+      lines = errors.read().decode("utf-8", "replace").splitlines()
+      # The one that was ended may have been about to print its own.
+      ends = [line for line in lines if line[:1].strip() and not line.startswith("Traceback ")]
+      raise OSError(said or (ends[-1] if ends else "a process ended without a message"))
     return said == "passed"
 
 

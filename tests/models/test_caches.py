@@ -190,7 +190,7 @@ def test_damage_anywhere_is_refused_in_one_line(saved):
   rng, refused = np.random.default_rng(0), set()
   for file in files_of(path):
     whole = file.read_bytes()
-    places = rng.choice(len(whole), min(len(whole), 24), replace=False)
+    places = rng.choice(len(whole), min(len(whole), 3), replace=False)  # `fuzz` tries many
     flipped = [
       whole[:i] + bytes([whole[i] ^ rng.integers(1, 256)]) + whole[i + 1 :] for i in places
     ]

@@ -1,6 +1,6 @@
 """For developers: feed damaged model files to the readers, which must refuse or read them.
 
-    python -m scripts.tools.fuzz --count 100000       the full run, minutes of a core
+    python -m scripts.tools.fuzz --count 25000        the kept run, minutes of a core
     python -m scripts.tools.fuzz --count 300          a look
 
 Files of a tiny model (GGUF, whole and in parts; safetensors in shards, their index, config.json and

@@ -155,7 +155,7 @@ def test_a_panic_of_the_tokenizers_library_is_a_refusal(tmp_path):
 
 @pytest.mark.slow
 def test_some_damaged_files(tmp_path, capsys):
-  """A few of each kind; `python -m scripts.tools.fuzz --count 100000` reads them all."""
+  """A few of each kind; `python -m scripts.tools.fuzz --count 25000` reads many."""
   fuzz.main(fuzz.Args(count=60, out=tmp_path))
   out = capsys.readouterr().out
   assert "failed" in out and (tmp_path / "fuzz.json").exists()

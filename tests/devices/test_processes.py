@@ -51,6 +51,7 @@ with together():
 """
 
 
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_own_loops(tmp_path, count):
@@ -113,6 +114,7 @@ def folder(tmp_path_factory):
   return convert.convert(root / "x.gguf", root / "x", to="orbax", progress=False)
 
 
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["prompt", "file"])
 def test_generate(folder, tmp_path, form):

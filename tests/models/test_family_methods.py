@@ -1,5 +1,7 @@
 """Every method on every family: what models/README.md's table of families says."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.models.io.families import FAMILIES
 from tests import tiny_hf
+from tests.cover import KIN
 from tests.family_models import model
 from tests.law_cases import CASES
 
@@ -23,12 +26,14 @@ REFUSED = {("gemma2", "expected_attention"): "no closed form under a soft cap"}
 
 # Families whose layers have what methods meet: windows, sinks, soft caps. The rest look alike.
 OWN = "gemma2", "gemma3_text", "gpt_oss"
+# Each method runs under one of them; the others are sweep.
+UNDER = dict(zip((x for x in kvjax.METHODS if x not in KIN), itertools.cycle(OWN), strict=False))
 
 
 def _marks(family, name):
   refused = REFUSED.get((family, name))
   marks = [] if CORE.get(family) == name else [pytest.mark.slow]
-  if marks and family not in OWN:
+  if marks and UNDER.get(name) != family:
     marks.append(pytest.mark.sweep)
   if refused:
     marks.append(pytest.mark.xfail(raises=NotImplementedError, strict=True, reason=refused))

@@ -122,6 +122,7 @@ def test_the_neutral_setting_equals_full(name):
 
 
 @pytest.mark.core(1)
+@pytest.mark.rest(4)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_sinks_under_every_kind_of_method(name):
   """gpt-oss under the neutral setting: each driver tells the softmax's denominator."""

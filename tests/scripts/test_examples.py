@@ -88,7 +88,7 @@ def test_every_example_is_short_and_run():
   assert max(lines[name] for name in DRAWN) <= 65
 
 
-@pytest.mark.rest(2)
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["batch", "compose", "decode_loop", "own_method"])
 def test_example_on_a_checkpoint(name, monkeypatch, smollm2):

@@ -13,6 +13,7 @@ ways = functools.cache(frames.way)
 MOST = {"Full": (14, 8, 300), "Quest": (14, 8, 430), "ART over Quest": (16, 9, 490)}
 
 
+@pytest.mark.rest(1)
 @pytest.mark.parametrize("name", MOST)
 def test_it_is_short(name):
   found = ways(frames.METHODS[name])
@@ -22,6 +23,7 @@ def test_it_is_short(name):
   assert 50 < found.calls <= MOST[name][2]
 
 
+@pytest.mark.sweep
 def test_no_function_on_it_is_long():
   """40 lines of code at most, docstrings and signatures apart."""
   for name, method in frames.METHODS.items():

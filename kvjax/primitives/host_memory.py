@@ -30,7 +30,7 @@ def _of_system() -> int:
 
 
 def _of_groups() -> Iterator[int]:
-  """What each control group leaves; files that it caches make room."""
+  """Bytes that each control group leaves; files that it caches make room."""
   try:
     named = (PROCESS / "self/cgroup").read_text().splitlines()
   except OSError:

@@ -150,7 +150,7 @@ class Rope:
     raise TypeError(f"scaling: found {self.scaling!r}, expected None or a rope's scaling")
 
   def table(self, head_dim: int) -> np.ndarray:
-    """What `angles` computes from, float32 [4, H/2]: each pair's frequency, and its turns per
+    """Operands of `angles`, float32 [4, H/2]: each pair's frequency, and its turns per
     position in units of 2⁻³² as two integers of 16 bits and what is left of a unit.
     """
     freq = self.frequencies(head_dim)

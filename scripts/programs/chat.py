@@ -211,7 +211,7 @@ class Conversation:
     return f"{self.name}{budget} · {taken.said(caches)}"
 
   def _tokens(self, asked: dict[str, str]) -> list[int]:
-    """What the live caches lack of a message, or all of a conversation that nothing was read of."""
+    """Tokens of a message that live caches lack, or of a conversation of which nothing was read."""
     if self._live is None or self._live.answer is None:
       return self._tokenizer.chat([*self.messages, asked], **self._template_args)
     content, answer = asked["content"], self._live.answer

@@ -258,7 +258,7 @@ def _results(args: Args, made: dict[str, Any]) -> store.Store | store.Told:
 
 
 def _cells(args: Args, tokenizer: Tokenizer) -> Iterator[Cell | str]:
-  """What is asked for, to be made one after another."""
+  """Cells that are asked for, made one after another."""
   tasks = registry.with_answers(registry.choose(args.tasks), args.answer_tokens)
   reader = {chat: Reader(tokenizer, chat=chat and not args.no_chat) for chat in (False, True)}
   turns = tuple(dict.fromkeys(plan.TURNS[mode] for mode in args.modes))

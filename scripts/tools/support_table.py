@@ -83,7 +83,7 @@ def device_table(found: dict[str, dict[str, bool]]) -> list[str]:
 
 
 def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
-  """What the tests of each family of models say.
+  """Table of the families of models, by what their tests say.
 
   Raises:
     ValueError: a test did not run, or none of a family's cases.
@@ -108,7 +108,7 @@ def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
 
 
 def integration_table(passed: dict[str, bool]) -> list[str]:
-  """Whether each code base ran each method; a dash where a case did not run."""
+  """Methods that each code base ran; a dash where a case did not run."""
   methods = list(dict.fromkeys(case.rpartition("-")[2] for case in passed))
   rows = [
     [*about, *(_all(passed, [f"{name}-{method}"]) for method in methods)]

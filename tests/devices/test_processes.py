@@ -155,9 +155,9 @@ def evaluated(out, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*max_context = 128")
+@pytest.mark.filterwarnings("ignore:.*max_context = 128")  # a prompt of bytes is longer
 def test_evaluate(folder, tmp_path):
-  """What a killed run left is resumed: the other rows, and all scores, are those of one process."""
+  """A killed run is resumed: the other rows, and all scores, are those of one process."""
   out, one = tmp_path / "out", tmp_path / "one"
   alone = common.parse(evaluate.Args, "evaluate", evaluated(one, folder))
   wanted = {store.key(x): x for x in evaluate.evaluate(alone, *common.load_model(folder))}

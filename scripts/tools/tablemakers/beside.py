@@ -99,7 +99,7 @@ def _part(each: Mean) -> str:
 
 
 def kvpress(results: Results) -> Part:
-  """What both keep and find at equal budgets, and what kvpress finds under other settings."""
+  """Tokens kept and scores of both at equal budgets, and scores of kvpress in other settings."""
   return _table(
     results,
     FOLDER,

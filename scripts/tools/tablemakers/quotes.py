@@ -47,7 +47,7 @@ def filled(results: Results, template: str) -> str:
 
 
 def cell(results: Results, reference: str) -> Figure:
-  """What a reference stands for.
+  """The cell that a reference names.
 
   Raises:
     ValueError: there is no such row or column, or several rows end so.

@@ -13,7 +13,8 @@ from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, reading, torch_contender
 
-UNITS, BUDGETS = (16, 64, 128, 256), (1024, 2048, 4096, 8192)
+# The grid of PRR's Tab. 3.
+UNITS, BUDGETS = (16, 32, 64, 128, 256), (1024, 2048, 4096, 6144, 8192)
 TARGETS = {
   "FlashInfer paged": "expected 1.0 at most, no case above 1.15",
   "FlashInfer block-sparse": "expected 0.45 at most: 2.2 × on average",

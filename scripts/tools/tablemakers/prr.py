@@ -3,7 +3,7 @@
 from scripts.tools.tablemakers import cells, real
 from scripts.tools.tablemakers.cells import faster, median, own, said, say
 from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers.results import GPU, H100, Case, Results
 from scripts.tools.tablemakers.timings import Ratio, Timing, gain
 
 PEERS = ("score", "top_k, lax", "FlashInfer block-sparse")
@@ -62,6 +62,18 @@ calibration = cells.cases(
   ("a layer's calibration", median("searched")),
   ("without the search", median("followed")),
 )
+
+
+def blocks(results: Results) -> Part:
+  """Attention over a list, times as fast as FlashInfer's block-sparse: the grid of Tab. 3."""
+  rows: dict[str, dict[str, str]] = {}
+  found = results.cases("sparse", card=H100)
+  for case in sorted(found, key=lambda case: cells.in_order(case.name)):
+    _, unit, _, budget = case.name.split()
+    shown = faster("kvjax", "FlashInfer block-sparse")(case)
+    rows.setdefault(budget, {})[f"blocks of {unit}"] = shown
+  listed = sorted(rows.items(), key=lambda row: int(row[0]))
+  return cells.framed({"tokens": f"{int(budget):,}"} | row for budget, row in listed)
 
 
 def real_steps(results: Results) -> Part:

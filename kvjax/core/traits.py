@@ -53,7 +53,7 @@ class Traits:
     projects_all: whether tokens that a layer does not compute (`active`) still get its keys and
       values: the decoder projects those of all tokens of a chunk, and `fill` is handed all.
     spreads: whether the method runs with the slots of its caches split over devices.
-    by_layer: whether decode steps are compiled layer by layer, as all together would take minutes.
+    by_layer: whether decode steps compile slowly, and on a CPU are compiled layer by layer.
       Prompts always are, where the model can (`kvjax.models.decode.by_layer`).
     stream: how prompts are read piece by piece; None: as one likes.
     uneven: of a cache whose heads do not all have as many slots: why they cannot be split over so

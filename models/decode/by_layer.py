@@ -2,8 +2,8 @@
 
 One program for all layers is what a decode step costs least with, and what compiles longest. The
 layers of a prompt take milliseconds each, and each is dispatched while the one before it runs:
-prompts are always read this way. Decode steps are where a method asks for it (`Traits.by_layer`):
-with blocks, spans and votes in every layer, one program would take minutes.
+prompts are always read this way. Decode steps are on a CPU, where a method asks for it
+(`Traits.by_layer`); on a GPU dispatches would take most of their time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reads(model: Transformer) -> bool:
 
 def decodes(model: Transformer, method: Method) -> bool:
   """True if its decode steps are, too."""
-  return method.traits.by_layer and reads(model)
+  return method.traits.by_layer and reads(model) and jax.default_backend() != "gpu"
 
 
 class ByLayer:

@@ -112,7 +112,7 @@ class Bench:
     """One method's line, without what names it."""
     spec = self.model.spec(self.batch, self.length)
     moved = step_bytes(self.model.config, method, self.batch, self.length, self.model.dtype)
-    expected = step_time.expected(moved, method.traits.by_layer, this_device())
+    expected = step_time.expected(moved, method.traits.stream is not None, this_device())
     with Clock() as clock:
       logits, caches = prefill(
         self.model, self.tokens, self.lengths, method.init_caches(spec), method, past=0

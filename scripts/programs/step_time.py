@@ -4,7 +4,7 @@
             + layers · LAYER                      products, norms and one attention: launches
             + layers that choose · CHOICE         a selection before attention
             + further walks · WALK                attention over what a guess had missed
-            + layers · DISPATCH                   where each layer is a program of its own
+            + layers · STREAMED                   where blocks leave a window: votes, maps, stores
 
 The four constants are fitted on the kept cells named in `FITTED`, on an H200; a test fits them anew
 and compares the other cells.
@@ -23,7 +23,7 @@ from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import bench_files
 
-LAYER, CHOICE, WALK, DISPATCH = 28.5e-6, 11.9e-6, 79.0e-6, 89.4e-6  # seconds
+LAYER, CHOICE, WALK, STREAMED = 28.5e-6, 11.9e-6, 79.0e-6, 89.4e-6  # seconds
 ROWS = 8  # the largest batch of the cells
 FETCHED = 0.73  # of the host link's bandwidth, by blocks fetched from there: `bench_offload.json`
 # Of a further walk where a guess mostly hits: PRR over Quest after real text, a layer that chooses
@@ -51,19 +51,19 @@ class Cell:
     return step_bytes(self.config, self.method, self.batch, self.tokens)
 
 
-def expected(moved: StepBytes, by_layer: bool, here: Device) -> float:
+def expected(moved: StepBytes, streamed: bool, here: Device) -> float:
   """Seconds of a step, at most where `moved` is a bound.
 
   Args:
     moved: what it moves.
-    by_layer: whether each layer is dispatched by itself (`Traits.by_layer`).
+    streamed: whether blocks leave a window for a store (`Traits.stream`).
     here: the device; of it only the bandwidths count.
   """
-  started = np.array(_started(moved, by_layer)) @ (LAYER, CHOICE, WALK, DISPATCH)
+  started = np.array(_started(moved, streamed)) @ (LAYER, CHOICE, WALK, STREAMED)
   return float(_streaming(moved, here) + started)
 
 
-def least(moved: StepBytes, by_layer: bool, here: Device) -> float:
+def least(moved: StepBytes, streamed: bool, here: Device) -> float:
   """Seconds of a step whose retrievals are shared wherever they can be, and whose guesses hit."""
   walks = sum(x.walks - 1 for x in moved.layers)
   spared = moved.spared / here.read + walks * (WALK - HITTING)
@@ -75,11 +75,11 @@ def _streaming(moved: StepBytes, here: Device) -> float:
   return moved.device / here.read + moved.host / (FETCHED * here.link)
 
 
-def _started(moved: StepBytes, by_layer: bool) -> tuple[int, int, int, int]:
+def _started(moved: StepBytes, streamed: bool) -> tuple[int, int, int, int]:
   """Number of times that a step pays each of the four constants."""
   layers = moved.layers
   chosen, walks = sum(x.chosen for x in layers), sum(x.walks - 1 for x in layers)
-  return len(layers), chosen, walks, len(layers) * by_layer
+  return len(layers), chosen, walks, len(layers) * streamed
 
 
 def fitted(cells: list[Cell], here: Device) -> np.ndarray:
@@ -87,7 +87,9 @@ def fitted(cells: list[Cell], here: Device) -> np.ndarray:
   moved = [cell.moved() for cell in cells]
   seconds = np.array([cell.seconds for cell in cells])
   left = seconds - [_streaming(x, here) for x in moved]
-  paid = [_started(x, cell.method.traits.by_layer) for x, cell in zip(moved, cells, strict=True)]
+  paid = [
+    _started(x, cell.method.traits.stream is not None) for x, cell in zip(moved, cells, strict=True)
+  ]
   return np.linalg.lstsq(np.array(paid) / seconds[:, None], left / seconds, rcond=None)[0]
 
 

@@ -50,7 +50,7 @@ H200 = devices.device("NVIDIA H200")
 
 
 def expected(cell):
-  return step_time.expected(cell.moved(), cell.method.traits.by_layer, H200)
+  return step_time.expected(cell.moved(), cell.method.traits.stream is not None, H200)
 
 
 @pytest.mark.core(1)

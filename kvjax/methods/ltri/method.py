@@ -177,7 +177,7 @@ class Ltri(Streamed, moves=("divide",)):
     def divided(maps: Array) -> Array:
       return vectors.packed(*self.divide(cache, maps, None))
 
-    if tokens > 1:
+    if tokens > 1 or offload.on_host():  # a GPU's host would wait for an answer, which costs more
       found = divided(maps)
     else:  # a block becomes whole once in many steps
       shape = jax.eval_shape(divided, maps)

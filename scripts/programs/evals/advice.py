@@ -130,12 +130,12 @@ class Advice:
   @property
   def seconds(self) -> float:
     """Seconds of a step, a token of each row; at most, where data decide."""
-    return step_time.expected(self.moved, self.method.traits.by_layer, self.case.here)
+    return step_time.expected(self.moved, self.method.traits.stream is not None, self.case.here)
 
   @property
   def least(self) -> float:
     """Seconds of a step whose retrievals are shared where that is possible, and guesses hit."""
-    return step_time.least(self.moved, self.method.traits.by_layer, self.case.here)
+    return step_time.least(self.moved, self.method.traits.stream is not None, self.case.here)
 
   @property
   def share(self) -> float:

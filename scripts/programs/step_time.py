@@ -67,7 +67,7 @@ def least(moved: StepBytes, streamed: bool, here: Device) -> float:
   """Seconds of a step whose retrievals are shared wherever they can be, and whose guesses hit."""
   walks = sum(x.walks - 1 for x in moved.layers)
   spared = moved.spared / here.read + walks * (WALK - HITTING)
-  return expected(moved, by_layer, here) - spared
+  return expected(moved, streamed, here) - spared
 
 
 def _streaming(moved: StepBytes, here: Device) -> float:

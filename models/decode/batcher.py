@@ -1,19 +1,21 @@
 """Requests that come and go in a batch of fixed rows: a row that ends makes room for the next.
 
-A prompt is read alone, between two decode steps, and enters a free row; all rows decode in one
-program, whatever their lengths. The interface is JetStream's: prefill, insert, generate.
+Prompts are read between two decode steps, one or several at a time, and enter free rows; all rows
+decode in one program, whatever their lengths. The interface is JetStream's: prefill, insert,
+generate.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
@@ -21,7 +23,7 @@ from kvjax.methods.registry import check_method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import GREEDY, Device, Step
-from kvjax.models.decode.prefill import empty, read_prompt
+from kvjax.models.decode.prefill import empty, read_prompt, widths
 from kvjax.models.decode.rows import check_alike
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import UNSOUND, Always, ends
@@ -61,11 +63,12 @@ class Answer:
   error: Exception | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Request:
   """A request from its submission to its end; `row` −1: it waits for one.
 
-  `sound` says whether its prompt's logits are finite, where nobody has looked.
+  Prompts of equal `widths` may be read together, unless one is to be read `alone`. `sound` says
+  whether the logits of a reading are finite, and which are this prompt's, where nobody has looked.
   """
 
   number: int
@@ -76,12 +79,14 @@ class _Request:
   text: RowText | None
   on_text: Callable[[str], Any] | None
   keep: bool
-  prompt: np.ndarray | None = None
+  prompt: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+  widths: tuple[int, ...] = ()
+  alone: bool = False
   row: int = -1
   steps: int = 0  # dispatched with it
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
-  sound: Array | None = None
+  sound: tuple[Array, int] | None = None
   over: bool = False
 
   def feed(self, token: int, logprob: float | None) -> End | None:
@@ -110,6 +115,26 @@ class _Request:
     return Answer(self.number, np.array(self.tokens, np.int32), end, text, logprobs, None, error)
 
 
+@dataclasses.dataclass
+class _Reading:
+  """Prompts that are read together, and then wait for a row each.
+
+  Attributes:
+    requests: those that have no row yet, by their places in the reading.
+    tokens, sizes: int32 [n, T] and [n], of the prompts; a place without one has size 0.
+    caches: of n rows.
+    done: tokens of the longest prompt that have been read.
+    read: logits float32 [n, V], and whether they are finite, bool [n], once all have been read.
+  """
+
+  requests: dict[int, _Request]
+  tokens: np.ndarray
+  sizes: np.ndarray
+  caches: Caches
+  done: int = 0
+  read: tuple[Array, Array] | None = None
+
+
 class Batcher:
   """A queue of requests over a batch of fixed rows.
 
@@ -124,6 +149,16 @@ class Batcher:
   stands beside it. One decode program is compiled, and one for each padded length of a prompt
   (`prefill`).
 
+  A few hundred tokens do not keep a GPU busy: `together` = 4 reads the prompts of four requests at
+  once. It takes the first one that waits and the next three whose padded lengths are the same (with
+  `chunk`, the numbers of pieces; under a streaming method, the pieces' widths), as soon as one row
+  is free; no row waits for others to be free. Prompts that find no free row wait, read, for the
+  next ones, and nothing else is read until all have one. The first request that waits is always in
+  the next reading, so that a request is overtaken only by those that are read with an earlier one
+  of another length, at most `together` − 1 for each reading. Places in a reading for which there is
+  no prompt are computed nevertheless: the program, and with it the bits of an answer, are the same,
+  and a single prompt takes the time of four.
+
   Args:
     model: the decoder.
     method: the KV-cache method.
@@ -134,11 +169,14 @@ class Batcher:
     tokenizer: turns tokens into text: for stop strings, `on_text` and `Answer.text`.
     chunk: tokens of a prompt that are read at a time, a step of the others between two pieces; it
       bounds the memory that a prompt takes, and how long the others wait. None: all at once.
+    together: prompts that are read at a time. From the reading until all have a row they take the
+      bytes of so many rows of `capacity` tokens, beside those of the batch
+      (`plan_memory(model.spec(together, capacity), method)`).
     logprobs: keep the log-probability of every token.
 
   Attributes:
     free: rows that no request holds.
-    waiting: requests in the queue.
+    waiting: requests that hold no row: in the queue, or with a prompt that is being read or was.
 
   Raises:
     TypeError: `method` is no method, or a number is of another type.
@@ -156,6 +194,7 @@ class Batcher:
     sampling: Sampling = GREEDY,
     tokenizer: Tokenizer | None = None,
     chunk: int | None = None,
+    together: int = 1,
     logprobs: bool = False,
   ):
     check_method("method", method)
@@ -163,6 +202,7 @@ class Batcher:
     if tokenizer is not None:
       checks.kind("tokenizer", tokenizer, Tokenizer)
     self._count = checks.whole("rows", rows, 1)
+    self._together = checks.whole("together", together, 1)
     self._chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
     if chunk is not None and not method.traits.chunkable:
       raise NotImplementedError(
@@ -170,7 +210,7 @@ class Batcher:
       )
     self._model, self._method, self._tokenizer = model, method, tokenizer
     self._sampling, self._logprobs = sampling, logprobs
-    self._single = model.spec(1, checks.whole("capacity", capacity, 2))
+    self._capacity = checks.whole("capacity", capacity, 2)
     caches = model.init_caches(method, rows, capacity)
     self._most = checks.capacity(caches, method)
     vocab = model.config.vocab
@@ -182,7 +222,7 @@ class Batcher:
     self._device = Device(model, kind, logits, caches, idle, always, None)
     self._rows: list[_Request | None] = [None] * rows
     self._queue: collections.deque[_Request] = collections.deque()
-    self._reading: tuple[_Request, Caches, int] | None = None  # with the tokens that were read
+    self._reading: _Reading | None = None
     self._layered = ByLayer(model) if by_layer.reads(model) else None
     self._known: dict[int, _Request] = {}
     self._under_way: collections.deque[tuple[Step, list[_Request]]] = collections.deque()
@@ -191,13 +231,13 @@ class Batcher:
 
   @property
   def free(self) -> int:
-    """Rows that no request holds, nor one whose prompt is being read."""
-    return self._rows.count(None) - (self._reading is not None)
+    """Rows that no request holds."""
+    return self._rows.count(None)
 
   @property
   def waiting(self) -> int:
-    """Requests in the queue."""
-    return len(self._queue)
+    """Requests that hold no row."""
+    return len(self._queue) + (0 if self._reading is None else len(self._reading.requests))
 
   def submit(self, prompt: ArrayLike, *, limit: int, **how: Any) -> int:
     """Puts a request at the end of the queue.
@@ -221,6 +261,7 @@ class Batcher:
       raise ValueError(f"prompt: found {shown}, expected ids in [0, {vocab})")
     request = self._request(ids.size, limit, **how)
     request.prompt = ids
+    request.widths = widths(self._method, ids.size, self._chunk, self._most)
     self._queue.append(request)
     return request.number
 
@@ -238,7 +279,7 @@ class Batcher:
     on_text: Callable[[str], Any] | None = None,
     keep: bool = False,
   ) -> int:
-    """Puts a prompt that was read elsewhere into a free row, ahead of the queue.
+    """Puts a prompt that was read elsewhere into a free row, ahead of all that wait.
 
     Args:
       logits: float32 [n, V], of `prefill`.
@@ -272,7 +313,7 @@ class Batcher:
     request = self._request(
       seen, limit, seed, stop, stop_strings, sampling=sampling, on_text=on_text, keep=keep
     )
-    self._enter(request, logits, caches, row)
+    self._enter(request, logits, caches, row, _sound(logits))
     return request.number
 
   def _request(
@@ -365,38 +406,75 @@ class Batcher:
     return bool(going)
 
   def _admit(self) -> None:
-    """Reads the prompts that have a row to go to; with `chunk`, a piece of one."""
+    """Reads prompts while a row is free, and gives rows to them; with `chunk`, reads a piece."""
     while self._reading is not None or (self._queue and self.free):
       if self._reading is None:
-        new = empty(self._model, self._method, 1, self._single.capacity)
-        self._reading = self._queue.popleft(), new, 0
-      (request, caches, done), self._reading = self._reading, None
-      if request.over:
-        continue
-      assert request.prompt is not None
-      size = request.prompt.size
-      piece = request.prompt[done : done + (self._chunk or size)]
-      try:
-        logits, caches = read_prompt(
-          *(self._model, piece[None], np.array([piece.size]), caches, self._method),
-          *(np.array([size], np.int32), done),
-          chunk=self._chunk,
-          layered=self._layered,
-        )
-      except (FloatingPointError, MemoryError) as error:
-        self._end(request, "failed", error)
-        continue
-      if done + piece.size < size:
-        self._reading = request, caches, done + piece.size
+        self._reading = self._gathered()
+      reading = self._reading
+      if reading.read is None:
+        try:
+          self._advance(reading)
+        except (FloatingPointError, MemoryError) as error:
+          self._reading = None
+          self._failed(list(reading.requests.values()), error)
+          continue
+      if reading.read is None:
         return  # the others go on
-      self._enter(request, logits, caches, 0)
+      while reading.requests and self.free:
+        place = next(iter(reading.requests))
+        logits, sound = reading.read
+        self._enter(reading.requests.pop(place), logits, reading.caches, place, sound)
+      if reading.requests:
+        return
+      self._reading = None
+
+  def _gathered(self) -> _Reading:
+    """Takes the first request and others of its widths out of the queue, to be read together."""
+    first = self._queue[0]
+    alike = (x for x in self._queue if not x.alone and x.widths == first.widths)
+    chosen = [first] if first.alone else [*itertools.islice(alike, self._together)]
+    sizes = np.zeros(self._together, np.int32)
+    sizes[: len(chosen)] = [request.prompt.size for request in chosen]
+    tokens = np.zeros((self._together, sizes.max()), np.int32)
+    for row, request in zip(tokens, chosen, strict=False):
+      self._queue.remove(request)
+      row[: request.prompt.size] = request.prompt
+    caches = empty(self._model, self._method, self._together, self._capacity)
+    return _Reading(dict(enumerate(chosen)), tokens, sizes, caches)
+
+  def _advance(self, reading: _Reading) -> None:
+    """Reads the prompts, or with `chunk` the next piece of each."""
+    done, size = reading.done, reading.tokens.shape[1]
+    end = reading.done = min(size, done + (self._chunk or size))
+    tokens, lengths = reading.tokens[:, done:end], np.clip(reading.sizes - done, 0, end - done)
+    told = reading.caches, self._method, reading.sizes, done
+    logits, reading.caches = read_prompt(
+      *(self._model, tokens, lengths, *told),
+      chunk=self._chunk,
+      layered=self._layered,
+    )
+    if end == size:
+      reading.read = logits, _sound(logits)
+
+  def _failed(self, requests: list[_Request], error: Exception) -> None:
+    """Ends a request whose reading failed; several are read again, each alone."""
+    if len(requests) == 1:
+      self._end(requests[0], "failed", error)
+      return
+    for request in reversed(requests):
+      request.alone = True
+      self._queue.appendleft(request)
 
   def _enter(
-    self, request: _Request, logits: Float[Array, "n V"], caches: Caches, source: int
+    self,
+    request: _Request,
+    logits: Float[Array, "n V"],
+    caches: Caches,
+    source: int,
+    sound: Bool[Array, " n"],
   ) -> None:
     """Gives a free row to a request whose prompt has been read."""
-    request.sound = checks.sound(logits[source])
-    request.sound.copy_to_host_async()
+    request.sound = sound, source
     row = request.row = self._rows.index(None)
     self._rows[row] = request
     stop = ends(request.stop)[:STOPS]
@@ -410,9 +488,11 @@ class Batcher:
       if request.over:
         continue
       token, place = int(tokens[request.row]), f"token {len(request.tokens) + 1} of the answer"
-      if request.sound is not None and not request.sound:
-        token, place = UNSOUND, "its prompt"
-      request.sound = None
+      if request.sound is not None:
+        sound, source = request.sound
+        if not np.asarray(sound)[source]:
+          token, place = UNSOUND, "its prompt"
+        request.sound = None
       if token == UNSOUND:
         found = f"request {request.number}: found logits that are NaN or infinite"
         self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
@@ -425,7 +505,9 @@ class Batcher:
     """Its answer is there, and its row free."""
     answer = request.answer(end, self._logprobs, error)
     del self._known[request.number]
-    if request.row >= 0 and self._rows[request.row] is request:
+    if request.row < 0:
+      self._forget(request)
+    elif self._rows[request.row] is request:
       self._rows[request.row] = None
       self._idle([request.row])
       if request.keep:
@@ -433,6 +515,21 @@ class Batcher:
         answer = dataclasses.replace(answer, caches=held)
     self._answers.append(answer)
 
+  def _forget(self, request: _Request) -> None:
+    """Has a request wait no longer; a reading that nobody waits for is dropped."""
+    if request in self._queue:
+      self._queue.remove(request)
+    if (reading := self._reading) is not None:
+      reading.requests = {i: x for i, x in reading.requests.items() if x is not request}
+      self._reading = reading if reading.requests else None
+
   def _idle(self, rows: list[int]) -> None:
     """No step that is dispatched from now on touches these rows."""
     self._device.end(np.isin(np.arange(self._count), rows))
+
+
+def _sound(logits: Float[Array, "n V"]) -> Bool[Array, " n"]:
+  """`checks.sound`, on its way to the host."""
+  found = checks.sound(logits)
+  found.copy_to_host_async()
+  return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,15 @@ from kvjax.models.nn.transformer import Caches
 
 # Reads valid [B] tokens [B, T] after at most so many that are cached: logits, caches, reports.
 Read = Callable[[Caches, np.ndarray, np.ndarray, int | None], Any]
+
+
+def width(stream: Stream, tokens: int, *, bounded: bool) -> int:
+  """Tokens to which a piece of `tokens` is padded: of a stream, one of three numbers.
+
+  Chunks with a `bounded` number of cached tokens, for which they are compiled, have one.
+  """
+  short = stream.chunk if bounded else -(-stream.chunk // 8)
+  return next(n for n in (short, stream.chunk, stream.last) if n >= tokens)
 
 
 class Piece(NamedTuple):
@@ -73,10 +83,8 @@ class Pieces:
     stream = method.traits.stream if chunk is None else Stream(chunk)
     assert stream is not None  # or there are no pieces
     self._chunk, self._last = stream.chunk, stream.last
-    # Chunks of a prompt have a bound of what is cached, for which they are compiled: one width.
     self._bounded = chunk is not None
-    short = stream.chunk if self._bounded else -(-stream.chunk // 8)
-    self._widths = short, stream.chunk, stream.last
+    self._width = functools.partial(width, stream, bounded=self._bounded)
     self.caches, self.logits = caches, logits
     self.done = np.zeros(caches[0].seen.shape[0], np.int64)
     self.waiting: list[np.ndarray] = [np.zeros(0, np.int32) for _ in self.done]
@@ -89,8 +97,7 @@ class Pieces:
   def read(self, *, ending: bool) -> Iterator[Piece]:
     """Reads the whole chunks that wait, and if the turn is `ending` all that waits."""
     while (valid := self._next(ending)).any():
-      width = next(n for n in self._widths if n >= valid.max())
-      piece = np.zeros((len(valid), width), np.int32)
+      piece = np.zeros((len(valid), self._width(int(valid.max()))), np.int32)
       for to, row, n in zip(piece, self.waiting, valid, strict=True):
         to[:n] = row[:n]
       bound = self._bound() if self._bounded else None

@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike
 
 from kvjax.core.cache import CacheSpec
 from kvjax.core.leaves import Layout
+from kvjax.core.traits import Stream
 from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.pieces import Pieces, Read, side_by_side
+from kvjax.models.decode.pieces import Pieces, Read, side_by_side, width
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
@@ -255,6 +256,24 @@ def caller(
     return result
 
   return read
+
+
+def widths(
+  method: Method, size: int, chunk: int | None, capacity: Int[np.ndarray, " B"] | None
+) -> tuple[int, ...]:
+  """Widths of the calls that read a prompt of `size` tokens.
+
+  Prompts of equal ones may be read side by side: each has the calls that it has alone.
+
+  Args:
+    method, chunk: as `prefill` takes them.
+    size: tokens.
+    capacity: of `checks.capacity`.
+  """
+  stream = method.traits.stream if chunk is None else Stream(chunk)
+  if stream is None:
+    return (_width(size, capacity),)
+  return tuple(width(stream, n, bounded=chunk is not None) for n in stream.pieces(size))
 
 
 def _width(size: int, capacity: Int[np.ndarray, " B"] | None) -> int:

@@ -26,8 +26,9 @@ METHODS = {
 DRAWING = Sampling(temperature=1.0)
 
 
-def batcher(method=METHODS["full"], sampling=DRAWING, **how):
-  return Batcher(model(), method, rows=ROWS, capacity=CAPACITY, sampling=sampling, **how)
+def batcher(method=METHODS["full"], **how):
+  how = {"rows": ROWS, "capacity": CAPACITY, "sampling": DRAWING, **how}
+  return Batcher(model(), method, **how)
 
 
 def requests(count, seed=0):
@@ -50,13 +51,15 @@ def alone(method, given, **how):
 @pytest.mark.core(2)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_answers_are_those_of_a_request_alone(method):
-  """More requests than rows, of unequal lengths: none waits for a batch to end."""
-  mine, asked = batcher(method), list(requests(8))
+  """More requests than rows, of unequal lengths: none waits for a batch to end. Two are read at a
+  time, one of them ahead of a row, and alone at a place that has no other.
+  """
+  mine, asked = batcher(method, together=2), list(requests(8))
   numbers = [mine.submit(**given) for given in asked]
   answers = {answer.request: answer for answer in mine}
   assert sorted(answers) == numbers
   for number, given in zip(numbers, asked, strict=True):
-    answer, want = answers[number], alone(method, given)
+    answer, want = answers[number], alone(method, given, together=2)
     np.testing.assert_array_equal(answer.tokens, want.tokens)
     assert answer.end == want.end
     stopped = answer.tokens[-1] in given["stop"]
@@ -65,9 +68,9 @@ def test_answers_are_those_of_a_request_alone(method):
     assert not np.isin(answer.tokens[:-1], given["stop"]).any()
 
 
-def run(count, seed):
+def run(count, seed, together):
   """A thousand ways to come and go: requests are submitted, cancelled and refused meanwhile."""
-  mine, rng = batcher(), np.random.default_rng(seed)
+  mine, rng = batcher(together=together), np.random.default_rng(seed)
   coming, asked, answers, cancelled = iter(requests(count, seed)), {}, {}, set()
   refused = 0
   while len(answers) < count:
@@ -92,10 +95,10 @@ def run(count, seed):
   return asked, answers
 
 
-def check_each(asked, answers, numbers):
+def check_each(asked, answers, numbers, together):
   """These answers are those of requests alone; of cancelled ones as far as they went."""
   for number in numbers:
-    want, got = alone(METHODS["full"], asked[number]), answers[number]
+    want, got = alone(METHODS["full"], asked[number], together=together), answers[number]
     if got.end == "cancelled":
       np.testing.assert_array_equal(got.tokens, want.tokens[: len(got.tokens)])
     else:
@@ -103,38 +106,74 @@ def check_each(asked, answers, numbers):
       assert got.end == want.end
 
 
-def test_nothing_is_lost_or_mixed():
-  asked, answers = run(40, 0)
+@pytest.mark.parametrize("together", [1, 4])
+def test_nothing_is_lost_or_mixed(together):
+  asked, answers = run(40, 0, together)
   assert sorted(asked) == sorted(answers)
-  check_each(asked, answers, range(0, 40, 4))
+  check_each(asked, answers, range(0, 40, 4), together)
 
 
 @pytest.mark.slow
 def test_a_thousand_requests_in_flat_memory(caplog):
-  run(60, 3)  # warm: every padded length of a prompt
+  ways = 1, 4
+  for together in ways:
+    run(60, 3, together)  # warm: every padded length of a prompt
   before = sum(x.nbytes for x in jax.live_arrays())
-  with jax.log_compiles():
-    asked, answers = run(1000, 1)
-  assert sorted(asked) == sorted(answers) == list(range(1000))
-  assert [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()] == []
-  assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
-  check_each(asked, answers, range(0, 1000, 10))
+  for together in ways:
+    caplog.clear()
+    with jax.log_compiles():
+      asked, answers = run(500, together, together)
+    assert sorted(asked) == sorted(answers) == list(range(500))
+    assert [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()] == []
+    assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
+    check_each(asked, answers, range(0, 500, 10), together)
 
 
-def test_a_request_that_fails_hurts_no_other(monkeypatch):
-  asked = list(requests(5))
-  want = [alone(METHODS["full"], given) for given in asked]
-  whole = batching.read_prompt
+def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch):
+  """A row of its own is all that the first one waits for; what it overtakes waits for it alone."""
+  read, whole = [], batching.read_prompt
 
-  def read_prompt(decoder, tokens, *rest, **how):
-    if np.array_equal(tokens[0], asked[3]["prompt"]):
-      raise MemoryError("found no room")
-    logits, caches = whole(decoder, tokens, *rest, **how)
-    nan = np.nan if np.array_equal(tokens[0], asked[1]["prompt"]) else 0
-    return logits + nan, caches
+  def read_prompt(decoder, tokens, lengths, *rest, **how):
+    read.append(lengths.tolist())
+    return whole(decoder, tokens, lengths, *rest, **how)
 
   monkeypatch.setattr(batching, "read_prompt", read_prompt)
-  mine = batcher()
+  mine = batcher(METHODS["snapkv"], rows=1, capacity=200, together=3, sampling=Sampling())
+  for size in (10, 100, 20, 64, 30, 70, 5):  # widths 64 and 128
+    mine.submit(np.arange(size) % CONFIG.vocab, limit=2)
+  held = sum(x.nbytes for x in jax.live_arrays())
+  assert (mine.free, mine.waiting, read) == (1, 7, [])
+  mine.step()
+  assert (mine.free, mine.waiting, read) == (0, 6, [[10, 20, 64]])
+  mine.cancel(2)  # it has been read
+  assert mine.waiting == 5
+  mine.cancel(4)  # it is in the queue
+  assert mine.waiting == 4
+  assert [x.request for x in mine] == [2, 4, 0, 3, 1, 5, 6]
+  assert read == [[10, 20, 64], [100, 70, 0], [5, 0, 0]]
+  assert (mine.free, mine.waiting) == (1, 0)
+  assert sum(x.nbytes for x in jax.live_arrays()) <= held  # the readings' caches are gone
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_request_that_fails_hurts_no_other(monkeypatch, together):
+  """Nor one that it is read with."""
+  asked = list(requests(5))
+  want = [alone(METHODS["full"], given, together=together) for given in asked]
+  whole = batching.read_prompt
+
+  def read_prompt(decoder, tokens, lengths, *rest, **how):
+    def found(i):
+      rows = zip(tokens, lengths, strict=True)
+      return np.array([np.array_equal(row[:n], asked[i]["prompt"]) for row, n in rows])
+
+    if found(3).any():
+      raise MemoryError("found no room")
+    logits, caches = whole(decoder, tokens, lengths, *rest, **how)
+    return logits + np.where(found(1), np.nan, 0)[:, None].astype(np.float32), caches
+
+  monkeypatch.setattr(batching, "read_prompt", read_prompt)
+  mine = batcher(together=together)
   numbers = [mine.submit(**given) for given in asked]
   answers = {answer.request: answer for answer in mine}
   assert sorted(answers) == numbers
@@ -200,7 +239,14 @@ def test_bad_requests_are_refused(given, error, message, untyped):
   assert list(mine) == []
 
 
-def test_prompts_in_pieces(monkeypatch):
+@pytest.mark.parametrize(
+  ("together", "order"),
+  [
+    (1, ["piece"] * 5 + ["step", "piece"] * 2 + ["step"]),
+    (2, ["piece"] * 4 + ["step"] * 6),
+  ],
+)
+def test_prompts_in_pieces(monkeypatch, together, order):
   """As far as pieces of a prompt leave the likeliest tokens what they are; others go on between."""
   given = {"prompt": np.arange(30) % CONFIG.vocab, "limit": 10}
   whole = alone(METHODS["full"], given, sampling=Sampling())
@@ -213,12 +259,12 @@ def test_prompts_in_pieces(monkeypatch):
     return read(*given, **how)
 
   monkeypatch.setattr(batching, "read_prompt", piece)
-  mine = batcher(sampling=Sampling(), chunk=8)
+  mine = batcher(sampling=Sampling(), chunk=8, together=together)
   for _ in range(2):
     mine.submit(**given)
   for answer in mine:
     np.testing.assert_array_equal(answer.tokens, whole.tokens)
-  assert done[:10] == ["piece"] * 5 + ["step", "piece"] * 2 + ["step"]
+  assert done[:10] == order
 
 
 def test_prompts_that_were_read_elsewhere():
@@ -293,6 +339,8 @@ def test_text_comes_as_it_is_made():
 def test_bad_batchers_are_refused():
   with pytest.raises(ValueError, match="rows: found 0, expected at least 1"):
     Batcher(model(), METHODS["full"], rows=0, capacity=8)
+  with pytest.raises(ValueError, match="together: found 0, expected at least 1"):
+    Batcher(model(), METHODS["full"], rows=1, capacity=8, together=0)
   with pytest.raises(ValueError, match="capacity: found 1, expected at least 2"):
     Batcher(model(), METHODS["full"], rows=1, capacity=1)
   with pytest.raises(NotImplementedError, match="chunk: found 8, expected None: SnapKV"):

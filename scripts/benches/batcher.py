@@ -1,8 +1,9 @@
 """requests of unequal answers: a batch whose rows come and go, against batches that wait for all"""
 
 import functools
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,22 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, fitting
 from kvjax.programs.suites.e2e import weights
 
-REPETITIONS = 3
+REPETITIONS = 1  # of minutes, in which steps are averaged
+ALONE = 3  # short answers that are compared with those of a request alone
 
 
 def cases(quick: bool, peers: bool = True, only: str = "") -> Iterator[Case]:
-  """Methods at their rows; answers of 100 to 1,500 tokens, short ones more often than long ones."""
+  """Methods at their rows, by prompts that are read together; answers of 100 to 1,500 tokens, short
+  ones more often than long ones. Peers are batches that wait, once a method.
+  """
   name = "tiny" if quick else "Llama-3.1-8B"
   rows, snapkv = (2, kvjax.SnapKV(16, window_size=4)) if quick else (64, kvjax.SnapKV(1024))
   for label, method in {"Full": kvjax.Full(), "SnapKV": snapkv}.items():
-    title = f"{label} {name} B{rows}"
-    if only in title:
-      yield from fitting(title, case, weights(name), method, rows, quick)
+    for together in (1, 4, 8):
+      title = f"{label} {name} B{rows}" + f" together {together}" * (together > 1)
+      if only in title:
+        how = together, peers and together == 1, quick
+        yield from fitting(title, case, weights(name), method, rows, *how)
 
 
 def requests(rows: int, vocab: int, quick: bool) -> list[tuple[np.ndarray, int]]:
@@ -37,32 +43,42 @@ def requests(rows: int, vocab: int, quick: bool) -> list[tuple[np.ndarray, int]]
   ]
 
 
-def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick: bool) -> Case:
-  """All requests to their ends, by either way; and one batch of rows that all end together.
+def case(
+  title: str,
+  model: Transformer,
+  method: kvjax.Method,
+  rows: int,
+  together: int,
+  waits: bool,
+  quick: bool,
+) -> Case:
+  """All requests to their ends, by either way, and one batch of rows that all end together.
 
-  Tokens are compared where float32 leaves no doubt which is the likeliest.
+  Tokens are compared where float32 leaves no doubt which is the likeliest, and some with those of
+  requests alone.
   """
   asked = requests(rows, model.config.vocab, quick)
   capacity = max(prompt.size + limit for prompt, limit in asked)
+  total = sum(limit for _, limit in asked)
+  mean = round(total / len(asked))
+  last: dict[str, Any] = {}  # of the last run of the live batch
 
-  def queued() -> Batcher:
-    batcher = Batcher(model, method, rows=rows, capacity=capacity)
+  def queued(asked: list[tuple[np.ndarray, int]]) -> Batcher:
+    how = {"rows": rows, "capacity": capacity, "together": together}
+    batcher = Batcher(model, method, **how)
     for prompt, limit in asked:
       batcher.submit(prompt, limit=limit)
     return batcher
 
-  def together() -> dict[int, np.ndarray]:
-    return {answer.request: answer.tokens for answer in queued()}
-
-  def steady() -> float:
-    """Seconds for as many tokens as all answers have, as long as the queue keeps all rows busy."""
-    began, batcher = time.perf_counter(), queued()
+  def live() -> dict[int, np.ndarray]:
+    """All answers; seconds for as many tokens while requests wait, when every row has one."""
+    began, batcher, steps = time.perf_counter(), queued(asked), 0
     while batcher.waiting:
-      batcher.step()
-    took = time.perf_counter() - began
-    for i in range(len(asked)):
-      batcher.cancel(i)
-    return took * total / sum(len(answer.tokens) for answer in batcher)
+      steps += batcher.step()
+    batcher.wait()
+    last["steady"] = (time.perf_counter() - began) * total / (steps * rows)
+    last["answers"] = {answer.request: answer.tokens for answer in batcher}
+    return last["answers"]
 
   def batch(part: list[tuple[np.ndarray, int]], steps: int) -> np.ndarray:
     tokens, lengths = pad([prompt for prompt, _ in part])
@@ -79,45 +95,61 @@ def case(title: str, model: Transformer, method: kvjax.Method, rows: int, quick:
         answers[first + i] = made[i, :limit]
     return answers
 
-  def seconds(run: Any) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+  def warmed(warm: Callable[[], Any], run: Callable[[], Any]) -> Callable[[], float]:
+    """Seconds of a run; the first call, which does not count, compiles what it takes."""
+    ways = itertools.chain([warm], itertools.repeat(run))
 
-  def output(run: Any) -> np.ndarray:
-    answers = run()
-    return np.concatenate([answers[i] for i in range(len(asked))])
+    def seconds() -> float:
+      began, way = time.perf_counter(), next(ways)
+      way()
+      return time.perf_counter() - began
 
-  total = sum(limit for _, limit in asked)
-  mean = round(total / len(asked))
-  ways = {"Batcher": together, "waiting": waiting}
+    return seconds
+
+  def contender(name: str, run: Callable[[], Any], warm: Callable[[], Any]) -> Contender:
+    def output() -> np.ndarray:
+      answers = run()
+      return np.concatenate([answers[i] for i in range(len(asked))])
+
+    return Contender(name, warmed(warm, run), output if quick else None)
+
+  def alone() -> str:
+    """Compares short answers with those of requests that have a batch for themselves."""
+    short = sorted(range(len(asked)), key=lambda i: asked[i][1])[:ALONE]
+    equal = 0
+    for i in short:
+      (answer,) = queued([asked[i]])
+      equal += np.array_equal(answer.tokens, last["answers"][i])
+    return f"{equal} of {ALONE} answers have the tokens of a request alone"
 
   def remarks(t: dict[str, float]) -> list[str]:
-    rates = {name: total / t[name] for name in (*ways, "steady")}
+    rates = {name: total / t[name] for name in ("Batcher", "waiting", "steady") if name in t}
     rates["full"] = rows * mean / t["full"]
-    return [
-      f"{t['Batcher'] / t['waiting']:.3f} × the time of batches that wait (at most 0.6)",
+    found = [
       f"{rates['steady'] / rates['full']:.3f} of the tokens a second of a full batch of equal "
       f"answers while the queue lasts (at least 0.9), {rates['Batcher'] / rates['full']:.3f} to "
       f"the last answer: " + ", ".join(f"{x:,.0f} {name}" for name, x in rates.items()),
+      alone(),
     ]
+    if "waiting" in t:
+      over = t["Batcher"] / t["waiting"]
+      return [f"{over:.3f} × the time of batches that wait (at most 0.6)", *found]
+    return found
 
+  some = functools.partial(batch, asked[:rows])
+  few = [(prompt, 2) for prompt, _ in asked[: together + 1]]
   return Case(
     name=title,
-    shapes=f"{len(asked)} requests over {rows} rows, {total} tokens; {method!r}",
+    shapes=f"{len(asked)} requests over {rows} rows, prompts read {together} at a time, "
+    f"{total} tokens; {method!r}",
     bytes=0,
-    reference=lambda: output(waiting) if quick else np.zeros(1),
+    reference=lambda: np.concatenate([*waiting().values()]) if quick else np.zeros(1),
     tolerance=1e-6,
     contenders=[
-      *(
-        Contender(
-          *(name, functools.partial(seconds, run)),
-          functools.partial(output, run) if quick else None,
-        )
-        for name, run in ways.items()
-      ),
-      Contender("steady", steady),
-      Contender("full", functools.partial(seconds, lambda: batch(asked[:rows], mean))),
+      contender("Batcher", live, lambda: list(queued(few))),
+      *[contender("waiting", waiting, lambda: some(2))] * waits,
+      Contender("steady", lambda: last.get("steady", 0.0)),  # within Batcher's run
+      Contender("full", warmed(lambda: some(2), lambda: some(mean))),
     ],
     subject="Batcher",
     remarks=remarks,

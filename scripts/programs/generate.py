@@ -9,7 +9,8 @@
 
 The text goes to standard output, everything else to standard error, so the output can be piped.
 With --file each line is a prompt, in a .jsonl file an object with "prompt" or "messages"; answers
-are JSON lines in the order in which they end. A row that is free takes the next prompt.
+are JSON lines in the order in which they end. A row that is free takes the next prompt; short
+prompts of about the same length are read several at a time.
 
 With --mesh the model is spread over several devices, with --coordinator over those of several
 processes and hosts, all of which run the same command.

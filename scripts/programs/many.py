@@ -1,12 +1,16 @@
 """Answers to a file of prompts, over rows that come free one by one (`kvjax generate --file`)."""
 
+import collections
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from kvjax.families.method import Method
 from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.prefill import widths
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
@@ -14,6 +18,10 @@ from kvjax.programs import common
 from kvjax.runtime import sharding
 
 ROUND = 64  # tokens to which a row's room is rounded up
+# Tokens that a device reads about as fast as fewer: a prompt's layers take as long to dispatch, and
+# their weights to read.
+BUSY = {"cpu": 64}
+BUSY_ELSEWHERE = 1024
 
 
 def rounded(tokens: int, model: Transformer) -> int:
@@ -56,6 +64,24 @@ def _object(where: str, line: str) -> Any:
   raise ValueError(
     f'{where}: found {line[:80]!r}, expected {{"prompt": text}} or {{"messages": …}}'
   )
+
+
+def together(method: Method, sizes: Iterable[int], rows: int, chunk: int | None) -> int:
+  """Number of prompts of `sizes` tokens that are best read at a time: a power of two.
+
+  It is at most 8, and a quarter of the rows, as those that are read take memory until they have
+  one. Prompts of equal padded lengths are read together (`Batcher`), the last of them beside places
+  that nobody needs.
+  """
+  busy = BUSY.get(jax.default_backend(), BUSY_ELSEWHERE)
+  alike = collections.Counter(widths(method, size, chunk, None) for size in sizes)
+
+  def cost(n: int) -> int:
+    return sum(
+      -(-m // n) * sum(max(busy, n * width) for width in each) for each, m in alike.items()
+    )
+
+  return min((n for n in (1, 2, 4, 8) if n == 1 or 4 * n <= rows), key=cost)
 
 
 def answers(
@@ -101,15 +127,16 @@ def answers(
       failed[i] = str(error)
   if not encoded:
     raise ValueError(f"--file: line {lines[0]}: {failed[0]}")
-  most = max(map(len, encoded.values())) + steps
+  sizes = [len(ids) for ids in encoded.values()]
   batcher = Batcher(
     model,
     method,
     rows=min(rows, len(encoded)),
-    capacity=rounded(most, model),
+    capacity=rounded(max(sizes) + steps, model),
     sampling=sampling,
     tokenizer=tokenizer,
     chunk=chunk,
+    together=together(method, sizes, min(rows, len(encoded)), chunk),
   )
   index = {}
   for i, ids in encoded.items():

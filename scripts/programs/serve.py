@@ -72,6 +72,9 @@ class Args:
   methods require this option or the field."""
   prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
   """Tokens of a prompt to read between two decode steps; by default the whole prompt."""
+  together: int = 1
+  """Number of waiting prompts of similar length that are read at once; one that waits alone takes
+  as long as so many."""
   template_args: Annotated[str | None, common.optional("JSON")] = None
   """Further arguments of the chat template: '{"enable_thinking": false}'."""
   host: str = "127.0.0.1"
@@ -89,8 +92,9 @@ class Service:
     method = self.method = labels.instance(args.method, args.budget, "--method")
     model, self.tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
     capacity = min(args.capacity, model.config.max_context)
-    sizes = {"rows": args.rows, "capacity": capacity, "chunk": args.prefill_chunk}
-    how = {"tokenizer": self.tokenizer, "sampling": Sampling(1.0), "logprobs": True, **sizes}
+    how = {"tokenizer": self.tokenizer, "sampling": Sampling(1.0), "logprobs": True}
+    how |= {"rows": args.rows, "capacity": capacity, "chunk": args.prefill_chunk}
+    how["together"] = args.together
     score = functools.partial(continuations.score_all, model, method, batch=args.rows)
     self.args, self.engine = args, Engine(Batcher(model, method, **how), score)
     self.name = "SmolLM2-135M-Instruct" if args.checkpoint is None else args.checkpoint.name
@@ -244,7 +248,7 @@ def server(args: Args) -> tuple[uvicorn.Server, Engine]:
 
 def main(args: Args) -> None:
   common.check_numbers(args, budget=1, rows=1, capacity=2, queue=0, max_body=1, context_tokens=1)
-  common.check_numbers(args, prefill_chunk=1, port=1)
+  common.check_numbers(args, prefill_chunk=1, port=1, together=1)
   runs, engine = server(args)
   print(f"answering under {args.method}", file=sys.stderr)
   try:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import kvjax
 from kvjax.programs import common, generate, many
 from scripts.examples import tiny
 
@@ -73,6 +74,27 @@ def test_a_chat_that_its_template_refuses_ends_alone(asked):
   assert found[1]["error"] == "line 2: --raw: found messages, expected a text"
   with pytest.raises(ValueError, match="--file: line 1: messages"):
     asked(chats, "q.jsonl")
+
+
+@pytest.mark.parametrize(
+  ("sizes", "rows", "chunk", "expected"),
+  [
+    ([200] * 32, 32, None, 4),
+    ([200] * 32, 8, None, 2),  # a quarter of the rows
+    ([200] * 32, 3, None, 1),
+    ([60] * 32, 64, None, 8),
+    ([3000] * 32, 64, None, 1),  # one keeps the device busy
+    ([3000] * 32, 64, 512, 2),
+    ([60, 100, 150, 200], 64, None, 1),  # none has a companion
+    ([200] * 5, 64, None, 4),
+    ([900] * 5, 64, None, 1),
+  ],
+)
+def test_short_prompts_of_equal_width_are_read_together(monkeypatch, sizes, rows, chunk, expected):
+  given = kvjax.Full(), sizes, rows, chunk
+  assert many.together(*given) == 1  # on a CPU
+  monkeypatch.setattr(many, "BUSY", {})
+  assert many.together(*given) == expected
 
 
 def test_what_is_no_file_of_prompts_is_refused(tmp_path):

@@ -63,6 +63,7 @@ def running(**how):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(common, "load_model", lambda *_, **__: TINY)
     how = {"method": METHOD, "budget": 16, "rows": 2, "capacity": 128, "queue": 2, **how}
+    how = {"together": 2, **how}
     served = Served(serve.Args(max_body=5000, **how))
   try:
     yield served

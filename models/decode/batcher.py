@@ -122,16 +122,16 @@ class _Reading:
   Attributes:
     requests: those that have no row yet, by their places in the reading.
     tokens, sizes: int32 [n, T] and [n], of the prompts; a place without one has size 0.
-    caches: of n rows.
     done: tokens of the longest prompt that have been read.
+    caches: of n rows, once there are any.
     read: logits float32 [n, V], and whether they are finite, bool [n], once all have been read.
   """
 
   requests: dict[int, _Request]
   tokens: np.ndarray
   sizes: np.ndarray
-  caches: Caches
   done: int = 0
+  caches: Caches = ()
   read: tuple[Array, Array] | None = None
 
 
@@ -176,7 +176,7 @@ class Batcher:
 
   Attributes:
     free: rows that no request holds.
-    waiting: requests that hold no row: in the queue, or with a prompt that is being read or was.
+    waiting: requests that hold no row: in the queue, or with a prompt that is or has been read.
 
   Raises:
     TypeError: `method` is no method, or a number is of another type.
@@ -439,11 +439,12 @@ class Batcher:
     for row, request in zip(tokens, chosen, strict=False):
       self._queue.remove(request)
       row[: request.prompt.size] = request.prompt
-    caches = empty(self._model, self._method, self._together, self._capacity)
-    return _Reading(dict(enumerate(chosen)), tokens, sizes, caches)
+    return _Reading(dict(enumerate(chosen)), tokens, sizes)
 
   def _advance(self, reading: _Reading) -> None:
     """Reads the prompts, or with `chunk` the next piece of each."""
+    if not reading.caches:
+      reading.caches = empty(self._model, self._method, self._together, self._capacity)
     done, size = reading.done, reading.tokens.shape[1]
     end = reading.done = min(size, done + (self._chunk or size))
     tokens, lengths = reading.tokens[:, done:end], np.clip(reading.sizes - done, 0, end - done)

@@ -40,6 +40,10 @@ def requests(count, seed=0):
     yield {"prompt": prompt, "limit": int(rng.integers(1, 25)), "seed": 1000 + i, "stop": stop}
 
 
+def live_bytes():
+  return sum(x.nbytes for x in jax.live_arrays())
+
+
 def alone(method, given, **how):
   """The answer of a request in a batch that has no other."""
   mine = batcher(method, **how)
@@ -118,14 +122,14 @@ def test_a_thousand_requests_in_flat_memory(caplog):
   ways = 1, 4
   for together in ways:
     run(60, 3, together)  # warm: every padded length of a prompt
-  before = sum(x.nbytes for x in jax.live_arrays())
+  before = live_bytes()
   for together in ways:
     caplog.clear()
     with jax.log_compiles():
       asked, answers = run(500, together, together)
     assert sorted(asked) == sorted(answers) == list(range(500))
     assert [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()] == []
-    assert sum(x.nbytes for x in jax.live_arrays()) <= before + 4096
+    assert live_bytes() <= before + 4096
     check_each(asked, answers, range(0, 500, 10), together)
 
 
@@ -141,7 +145,7 @@ def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch
   mine = batcher(METHODS["snapkv"], rows=1, capacity=200, together=3, sampling=Sampling())
   for size in (10, 100, 20, 64, 30, 70, 5):  # widths 64 and 128
     mine.submit(np.arange(size) % CONFIG.vocab, limit=2)
-  held = sum(x.nbytes for x in jax.live_arrays())
+  held = live_bytes()
   assert (mine.free, mine.waiting, read) == (1, 7, [])
   mine.step()
   assert (mine.free, mine.waiting, read) == (0, 6, [[10, 20, 64]])
@@ -152,7 +156,24 @@ def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch
   assert [x.request for x in mine] == [2, 4, 0, 3, 1, 5, 6]
   assert read == [[10, 20, 64], [100, 70, 0], [5, 0, 0]]
   assert (mine.free, mine.waiting) == (1, 0)
-  assert sum(x.nbytes for x in jax.live_arrays()) <= held  # the readings' caches are gone
+  assert live_bytes() <= held  # the readings' caches are gone
+
+
+def test_one_reading_at_a_time_has_caches(monkeypatch):
+  """Also where rows are free for the prompts of two."""
+  held, whole = [], batching.read_prompt
+
+  def read_prompt(decoder, tokens, lengths, caches, *rest, **how):
+    held.append((live_bytes(), sum(x.nbytes for x in jax.tree.leaves(caches))))
+    return whole(decoder, tokens, lengths, caches, *rest, **how)
+
+  monkeypatch.setattr(batching, "read_prompt", read_prompt)
+  mine = batcher(rows=4, together=2)
+  for given in requests(4):
+    mine.submit(**given)
+  mine.step()
+  (first, of_caches), (second, _) = held
+  assert second < first + of_caches / 2
 
 
 @pytest.mark.parametrize("together", [1, 4])

@@ -6,6 +6,8 @@ import pytest
 
 import kvjax
 from kvjax.models.decode import batcher as batching
+from kvjax.models.decode import checks
+from kvjax.models.decode import prefill as reading
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.generate import Device, generate, prefill
 from kvjax.models.decode.sampling import Sampling
@@ -157,6 +159,26 @@ def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch
   assert read == [[10, 20, 64], [100, 70, 0], [5, 0, 0]]
   assert (mine.free, mine.waiting) == (1, 0)
   assert live_bytes() <= held  # the readings' caches are gone
+
+
+@pytest.mark.parametrize(
+  ("name", "chunk"), [("full", None), ("full", 8), ("infllm", None), ("ltri", None)]
+)
+def test_widths_are_those_of_the_calls(monkeypatch, name, chunk):
+  """By which prompts are read together."""
+  called, method = [], METHODS[name]
+
+  def caller(*_):
+    return lambda caches, tokens, *_: called.append(tokens.shape[1]) or (np.zeros((1, 3)), caches)
+
+  monkeypatch.setattr(reading, "caller", caller)
+  caches = method.init_caches(model().spec(1, 200))
+  most = checks.capacity(caches, method)
+  for size in range(1, 130):
+    given = np.zeros((1, size), np.int32), np.array([size]), caches, method, np.array([size]), 0
+    reading.read_prompt(model(), *given, chunk=chunk)
+    assert tuple(called) == reading.widths(method, size, chunk, most)
+    called.clear()
 
 
 def test_one_reading_at_a_time_has_caches(monkeypatch):

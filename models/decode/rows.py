@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
@@ -27,7 +28,7 @@ def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
   """Puts caches of other prompts in the place of some rows; the other rows stay, bit by bit.
 
   A row that entered goes on as it would have in a batch of its own size: with the same program its
-  logits have the same bits whatever the other rows hold. One scatter an array, in place.
+  logits have the same bits whatever the other rows hold. One copy or scatter an array, in place.
 
   Args:
     live: caches of B rows; they are donated.
@@ -86,6 +87,9 @@ def put(live: Caches, rows: Int[Array, " n"], new: Caches, source: Int[Array, " 
   def one(x: Any, y: Any) -> Any:
     if offload.is_store(x):
       return offload.moved(x, rows, y, source)
+    if len(rows) == 1:  # a copy: a scatter looks at every element's place
+      row = lax.dynamic_slice_in_dim(y, source[0], 1)
+      return lax.dynamic_update_slice_in_dim(x, row, rows[0], 0)
     return x.at[rows].set(y[source])
 
   return offload.settled(jax.tree.map(one, live, new, is_leaf=offload.is_store))

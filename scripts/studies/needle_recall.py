@@ -3,15 +3,16 @@
     kvjax needle-recall out --length 4096 --samples 20
 
 Every sample hides a number at a depth of its own, far enough from the end to have left the window.
-Each method reads it in its own way and answers; methods that stream report at every step which
-blocks each layer has retrieved. The recall is the share of the needle's blocks among them; beside
-it stands what as many blocks drawn at random would have. All methods attend to about as many
-tokens (first ones, window and retrieved ones together), the full cache to everything: it is left
-out where a text is longer than what the model was trained for. The others see no distance beyond
-their window.
+Each method reads it in its own way and answers. Of methods that stream it is known which blocks
+each layer retrieved for the question's chunk, the last one of the prompt, and at every step. The
+recall is the share of the needle's blocks among them, by layer, over all layers and over those with
+a retrieval head; beside it stands what as many blocks drawn at random would have. All methods
+attend to about as many tokens (first ones, window and retrieved ones together), the full cache to
+everything: it is left out where a text is longer than what the model was trained for. The others
+see no distance beyond their window. An answer that fails is kept with its error, and is wrong.
 
 In the folder: needles.json, to which each answer is added as it comes (a further run resumes
-there), needles.txt, the table; recall.png, recall by layer and step, right and wrong answers apart
+there), needles.txt, the tables; recall.png, recall by layer and step, right and wrong answers apart
 (Fig. 2 of Ltri-LLM); ablation.png (Fig. 10).
 """
 
@@ -142,17 +143,20 @@ def found_on(args: Args) -> list[fitted.Fitted]:
 
 
 def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
-  """Number `index`: depths are even over what leaves the window before the question, in no order.
+  """Number `index`: depths are even over what is retrieved or missed, in no order.
 
-  A run that ends early has seen them all over.
+  That is what stands after the first tokens and leaves the window before the question. A run that
+  ends early has seen them all over.
   """
-  far = 1 - (args.window + 3 * args.block + STEPS) / args.length
-  if far <= 0:
+  near, far = args.init, args.length - args.window - 3 * args.block - STEPS
+  if far <= near:
     raise ValueError(
-      f"--length: found {args.length}, expected more than a window of {args.window} and 3 blocks"
+      f"--length: found {args.length}, expected more than {args.init} first tokens, a window of "
+      f"{args.window} and 3 blocks"
     )
   places = haystack.spread(range(args.samples), rng("needle depths", SEED, args.samples))
-  reader, depth = Reader(tokenizer), far * (places[index] + 0.5) / args.samples
+  place = near + (far - near) * (places[index] + 0.5) / args.samples
+  reader, depth = Reader(tokenizer), place / args.length
   draw = rng(TASK, SEED, index)
   row = needle.build(reader.count, length=args.length, draw=draw, depth=depth, max_new_tokens=STEPS)
   ids = reader.row(row).ids
@@ -187,6 +191,17 @@ def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: An
   return logits, offload.settled(caches), reports
 
 
+def blocks_of(cache: kvjax.Cache) -> np.ndarray:
+  """Blocks that a layer's last chunk or step retrieved, of the first row."""
+  kept = np.asarray(cache.rows["kept"][0])
+  return np.asarray(cache.rows["held"][0])[kept[kept >= 0]]
+
+
+def share(found: np.ndarray, wanted: Sequence[int]) -> float:
+  """Share of the wanted blocks that were found."""
+  return round(float(np.isin(wanted, found).mean()), 3)
+
+
 def answer(
   model: Transformer, tokenizer: Tokenizer, method: kvjax.Method, sample: Sample, room: int
 ) -> dict[str, Any]:
@@ -201,22 +216,34 @@ def answer(
   # What forgets as it reads needs no whole prompt at once.
   chunk = CHUNK if traits.chunkable and not traits.positional else None
   logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method, chunk=chunk)
+  streams = isinstance(method, Streamed)
+  asked = [share(blocks_of(cache), wanted) for cache in caches] if streams else []
   step, said, recall = stepper(model, method), [], []
   for _ in range(STEPS):
     token, logits, caches, blocks = step(caches, logits)
     if blocks is not None:
-      there = (np.asarray(blocks)[:, :, None] == np.array(wanted)).any(1)  # [L, blocks]
-      recall.append(there.mean(1).round(3).tolist())
+      recall.append([share(layer, wanted) for layer in np.asarray(blocks)])
     if int(token[0]) in tokenizer.ends:
       break
     said.append(int(token[0]))
   text = " ".join(tokenizer.decode(said).split())
-  return {
-    "answer": text,
-    "right": scores.all_found(text, sample.row) == 1,
-    "recall": recall,
-    "depth": round(sample.row.about["depth"], 3),
-  }
+  right = scores.all_found(text, sample.row) == 1
+  return {"answer": text, "right": right, "asked": asked, "recall": recall}
+
+
+def row_of(method: kvjax.Method, sample: Sample, give: Callable[..., dict[str, Any]]) -> Any:
+  """The result of a method on a sample with the needle's depth; where it fails, the error."""
+  try:
+    row = give(method, sample)
+  except (ArithmeticError, MemoryError, jax.errors.JaxRuntimeError) as error:
+    row = {"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}
+  return {**row, "depth": round(sample.row.about["depth"], 3)}
+
+
+def that_retrieved(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+  """Of each method that streams its answers that did not fail."""
+  parts = {name: [a for a in answers if a["recall"]] for name, answers in found.items()}
+  return {name: answers for name, answers in parts.items() if answers}
 
 
 def mean_recall(answers: Sequence[dict[str, Any]]) -> np.ndarray:
@@ -234,31 +261,51 @@ def chance(method: kvjax.Method, length: int) -> float | None:
   return min(1.0, method.retrieved / max(gone, 1))
 
 
+def asking(method: kvjax.Method, layers: int) -> list[int]:
+  """Layers whose own queries choose blocks: those with a retrieval head, or all."""
+  heads = method.heads if isinstance(method, kvjax.Ltri) else None
+  return list(range(layers)) if heads is None else sorted(layer for layer, *_ in heads)
+
+
 def table(
   found: dict[str, list[dict[str, Any]]], methods: dict[str, kvjax.Method], length: int
 ) -> str:
-  """A line for each method: right answers, recall over all layers, by chance, over the best one."""
-  rows = []
+  """A line for each method: right answers, recall over steps and for the question, by chance."""
+  rows, retrieved = [], that_retrieved(found)
   for name, answers in found.items():
     right = sum(a["right"] for a in answers)
-    cells = ["–", "–", "–"]
-    if answers[0]["recall"]:
-      by_layer = mean_recall(answers).mean(0)
-      drawn = chance(methods[name], length)
-      best = f"{by_layer.max():.2f} ({by_layer.argmax()})"
-      cells = [f"{by_layer.mean():.3f}", "–" if drawn is None else f"{drawn:.3f}", best]
+    cells = ["–"] * 5
+    if part := retrieved.get(name):
+      asked, drawn = np.mean([a["asked"] for a in part], 0), chance(methods[name], length)
+      own = asked[asking(methods[name], len(asked))]
+      means = [f"{x.mean():.3f}" for x in (mean_recall(part), asked, own)]
+      best = f"{asked.max():.2f} ({asked.argmax()})"
+      cells = [*means, "–" if drawn is None else f"{drawn:.3f}", best]
     rows.append([name, f"{right} / {len(answers)}", *cells])
-  return console.table(("method", "right", "recall", "by chance", "best layer"), rows)
+  head = ("method", "right", "steps", "question", "layers that ask", "by chance", "best layer")
+  return console.table(head, rows)
+
+
+def layers_table(found: dict[str, list[dict[str, Any]]], methods: dict[str, kvjax.Method]) -> str:
+  """A line for each layer: recall for the question under each method, * where the layer asks."""
+  columns, retrieved = [], that_retrieved(found)
+  for name, answers in retrieved.items():
+    asked = np.mean([a["asked"] for a in answers], 0)
+    own = asking(methods[name], len(asked))
+    columns.append([f"{x:.2f}{'*' if i in own else ' '}" for i, x in enumerate(asked)])
+  lines = zip(*columns, strict=True)
+  rows = [[str(i), *line] for i, line in enumerate(lines)]
+  return console.table(("layer", *retrieved), rows, left=())
 
 
 def draw_recall(found: dict[str, list[dict[str, Any]]]) -> Figure:
   """Recall by layer (rows) and step (columns); right and wrong answers of a method side by side."""
-  names = [name for name, answers in found.items() if answers[0]["recall"]]
-  figure = Figure(figsize=(7, 2.2 * len(names)), dpi=110, layout="constrained")
-  axes = figure.subplots(len(names), 2, squeeze=False)
-  for line, name in zip(axes, names, strict=True):
+  retrieved = that_retrieved(found)
+  figure = Figure(figsize=(7, 2.2 * len(retrieved)), dpi=110, layout="constrained")
+  axes = figure.subplots(len(retrieved), 2, squeeze=False)
+  for line, (name, answers) in zip(axes, retrieved.items(), strict=True):
     for axis, right in zip(line, (True, False), strict=True):
-      part = [a for a in found[name] if a["right"] == right]
+      part = [a for a in answers if a["right"] == right]
       axis.set_title(f"{name}: {'right' if right else 'wrong'}, n = {len(part)}", fontsize=9)
       if not part:
         axis.axis("off")
@@ -271,10 +318,11 @@ def draw_recall(found: dict[str, list[dict[str, Any]]]) -> Figure:
 
 def draw_ablation(found: dict[str, list[dict[str, Any]]]) -> Figure:
   """Right answers and mean recall of Ltri-LLM with one of its parts left out."""
-  names = [name for name in ABLATION if name in found]
+  retrieved = that_retrieved(found)
+  names = [name for name in ABLATION if name in retrieved]
   place = np.arange(len(names))
   right = [np.mean([a["right"] for a in found[name]]) for name in names]
-  recall = [mean_recall(found[name]).mean() for name in names]
+  recall = [mean_recall(retrieved[name]).mean() for name in names]
   figure = Figure(figsize=(7, 3), dpi=110, layout="constrained")
   axis = figure.subplots()
   axis.bar(place - 0.2, right, 0.4, label="right answers")
@@ -325,21 +373,24 @@ def main(args: Args) -> None:
   samples = [sample(tokenizer, args, index) for index in range(args.samples)]
   if held:
     fitted.check(held, TASK, SEED, [asked.row for asked in samples])
+  give = lambda method, asked: answer(model, tokenizer, method, asked, room)  # noqa: E731
   with console.bar(args.samples * len(names), "answers", "answer") as bar:
     for index, asked in enumerate(samples):
       for name in names:
         done = answers.setdefault(name, {})
         if str(index) not in done:
-          done[str(index)] = answer(model, tokenizer, methods[name], asked, room)
+          done[str(index)] = row_of(methods[name], asked, give)
           sheets.write(path, json.dumps({"about": about, "answers": answers}))
         bar.update(1)
       # A run that is stopped leaves its table.
       found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
       text = table(found, methods, args.length - STEPS)
+      if that_retrieved(found):
+        text += "\n\n" + layers_table(found, methods)
       sheets.write(args.out / "needles.txt", text)
-  if any(answers[0]["recall"] for answers in found.values()):
+  if that_retrieved(found):
     sheets.write(args.out / "recall.png", draw_recall(found))
-  if any(name in found for name in ABLATION):
+  if any(name in that_retrieved(found) for name in ABLATION):
     sheets.write(args.out / "ablation.png", draw_ablation(found))
   print(text)
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax import Full, InfLLM, StreamingLLM
+from kvjax import Full, InfLLM, Ltri, StreamingLLM
 from kvjax.programs import common
 from kvjax.programs.evals import fitted
 from kvjax.programs.evals.task import Row
@@ -19,6 +19,7 @@ from scripts.studies.needle_recall import (
   answer,
   chance,
   contestants,
+  layers_table,
   mean_recall,
   sample,
   table,
@@ -50,12 +51,22 @@ def test_recall_stands_beside_that_of_blocks_by_chance():
   methods["injected"] = InfLLM(3, 8, 4, 2, held=2, inject=1)
   assert [chance(method, 59) for method in methods.values()] == [None, pytest.approx(1 / 6), None]
   assert chance(methods["infllm"], 12) == 1
-  found = {name: [{"right": True, "recall": [[0.5, 0.25]]}] for name in methods}
-  found["full"][0]["recall"] = []
-  full, infllm, injected = table(found, methods, 59).splitlines()[2:]
-  assert full.split()[-3:] == ["–", "–", "–"]
-  assert infllm.split()[-4:] == ["0.375", "0.167", "0.50", "(0)"]
-  assert injected.split()[-4:] == ["0.375", "–", "0.50", "(0)"]
+  methods["ltri"] = Ltri(3, 8, 4, 2, held=2, heads=((1, 0, 0.4),))
+  told = {"right": True, "recall": [[0.5, 0.25]], "asked": [1.0, 0.5]}
+  found = {name: [told, told | {"asked": [0.0, 0.0]}] for name in methods}
+  found["full"] = [{"right": True, "recall": [], "asked": []}]
+  full, infllm, injected, ltri = table(found, methods, 59).splitlines()[2:]
+  assert full.split()[-5:] == ["–"] * 5
+  assert infllm.split()[-6:] == ["0.375", "0.375", "0.375", "0.167", "0.50", "(0)"]
+  assert injected.split()[-3:] == ["–", "0.50", "(0)"]
+  assert ltri.split()[-5:-2] == ["0.375", "0.250", "0.167"]
+  found["ltri"] = [told]
+  head, _, *layers = layers_table(found, methods).splitlines()
+  assert head.split() == ["layer", "infllm", "injected", "ltri"]
+  assert [line.split() for line in layers] == [
+    ["0", "0.50*", "0.50*", "1.00"],
+    ["1", "0.25*", "0.25*", "0.50*"],
+  ]
 
 
 @pytest.mark.slow
@@ -88,8 +99,8 @@ def test_depths_are_spread_for_any_number_of_samples(samples):
   """Even over what leaves the window, in an order of which any beginning is spread."""
   args = Args(None, samples=samples, length=800, window=64, block=16)
   made = [sample(byte_tokenizer(), args, index) for index in range(samples)]
-  far = 1 - (64 + 3 * 16 + needle_recall.STEPS) / 800
-  depths = [one.row.about["depth"] / far for one in made]
+  far = 800 - 64 - 3 * 16 - needle_recall.STEPS
+  depths = [(800 * one.row.about["depth"] - 32) / (far - 32) for one in made]
   np.testing.assert_allclose(sorted(depths), (np.arange(samples) + 0.5) / samples)
   assert {int(3 * depth) for depth in depths[:3]} == {0, 1, 2}
   assert depths != sorted(depths)
@@ -120,7 +131,7 @@ def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
   with pytest.raises(ValueError, match="found nothing on what it was fitted on"):
     needle_recall.main(dataclasses.replace(args, heads=heads))
   assert not out.exists()
-  told = {"answer": "", "right": True, "recall": [[0.5]], "depth": 0.1}
+  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2], "depth": 0.1}
   monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
   more = {"methods": ("ltri",), "heads": heads, "unknown_fit": True}
   needle_recall.main(dataclasses.replace(args, **more))
@@ -130,10 +141,10 @@ def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_full_cache_is_left_out_of_texts_beyond_its_model(monkeypatch, tmp_path, capsys):
   """It would see distances that the model never saw; the others' are bounded."""
-  told = {"answer": "", "right": True, "recall": [[0.5]], "depth": 0.1}
+  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2], "depth": 0.1}
   monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
   monkeypatch.setattr(common, "load_model", lambda *_: (model(), letters()))
-  monkeypatch.setattr(needle_recall, "sample", lambda *_: None)
+  monkeypatch.setattr(needle_recall, "sample", lambda *_: Sample(ROW, [0] * 50, 20, 24))
   most = model().config.max_context
   args = Args(tmp_path, samples=1, length=most + 1, methods=("full", "infllm"))
   needle_recall.main(args)
@@ -151,7 +162,10 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
     asked.append((type(method).__name__, sample.start))
     if len(asked) == 5:
       raise KeyboardInterrupt
-    return {"answer": "", "right": len(asked) % 2 == 0, "recall": [[0.5, 1.0]], "depth": 0.1}
+    if len(asked) == 3:
+      raise MemoryError("no room")
+    told = {"answer": "", "right": len(asked) % 2 == 0}
+    return told | {"asked": [0.5, 1.0], "recall": [[0.5, 1.0]]}
 
   monkeypatch.setattr(needle_recall, "answer", count)
   monkeypatch.setattr(common, "load_model", lambda *a: (model(), letters()))
@@ -164,6 +178,8 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
     needle_recall.main(args)
   held = json.loads((tmp_path / "needles.json").read_text())["answers"]
   assert sum(map(len, held.values())) == 4
+  failed = {"answer": "", "right": False, "asked": [], "recall": [], "depth": 0.25}
+  assert held[names[2]]["0"] == {**failed, "failed": "MemoryError('no room')"}
   needle_recall.main(args)
   assert len(asked) == 5 + 2 * len(names) - 4
   assert "right" in (tmp_path / "needles.txt").read_text()

@@ -125,7 +125,8 @@ def _retrieved(
   record: Record, about: dict[str, Any], name: str, answers: list[dict[str, Any]]
 ) -> list[Any]:
   """Recall, by layer the mean over answers that have a step, then over steps; that by chance."""
-  if not answers[0]["recall"]:
+  answers = [found for found in answers if found["recall"]]  # one that failed has none
+  if not answers:
     return [None, None, None]
   steps = range(max(len(found["recall"]) for found in answers))
   rows = [[a["recall"][i] for a in answers if len(a["recall"]) > i] for i in steps]

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.core import settings
@@ -46,15 +46,25 @@ def instance(label: str, budget: int, option: str = "label") -> Method:
   outer, *inner = _INNER.split(label, 1)
   name, fields = parts(outer, option)
   method = settings.usual(find_method(name, option), budget)
-  values = {field: value_of(text, option) for field, text in fields.items()}
+  if inner and "base" not in (field.name for field in dataclasses.fields(method)):
+    raise ValueError(f"{option}: found {label!r}, expected a method over others before the +")
+  over = {"base": instance(inner[0], budget, option)} if inner else {}
+  return changed(method, fields, option, name, **over)
+
+
+def changed(
+  method: Method, fields: Mapping[str, str], option: str, name: str, **more: Any
+) -> Method:
+  """The method of this name with other settings, as `parts` reads them, and more as they are.
+
+  Raises:
+    ValueError: it has no such field, or refuses its value.
+  """
   known = [field.name for field in dataclasses.fields(method)]
-  if unknown := sorted(set(values) - set(known)):
+  if unknown := sorted(set(fields) - set(known)):
     raise ValueError(f"{option}: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
-  if inner:
-    if "base" not in known:
-      raise ValueError(f"{option}: found {label!r}, expected a method over others before the +")
-    values["base"] = instance(inner[0], budget, option)
-  return dataclasses.replace(method, **values)
+  values = {field: value_of(text, option) for field, text in fields.items()}
+  return dataclasses.replace(method, **(values | more))
 
 
 def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:

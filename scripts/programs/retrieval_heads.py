@@ -1,4 +1,4 @@
-"""Find the retrieval heads of a model: those that copy from the context.
+"""Find the retrieval heads of a model: those whose queries ask for a needle's blocks.
 
     kvjax retrieval-heads heads.json
     kvjax retrieval-heads heads.json --checkpoint FOLDER --samples 20
@@ -7,17 +7,19 @@ No test uses these texts, keys and numbers (`scripts/programs/evals/streams.py`)
 records them: `kvjax evaluate` and `kvjax needle-recall` do not accept heads that were found on
 their own test data.
 
-A head's score is the share of a needle's tokens that it copies, mean over prompts: a token counts
-as copied when the head attends most to that very token within the needle at the step that has to
-produce it (Wu et al., 2024, §2). The file is JSON: `heads` holds the best head of every layer with
-a score above the threshold as [layer, query head, score], `scores` all of them, `fitted` what they
-were found on. Use it with
+A head's score is its block recall: of the blocks that hold a needle, which have left the window,
+the share that is among those most similar to the spans of the question's queries (Ltri-LLM, Eqs. 8
+and 9), mean over prompts, and that as a share of what is between chance and all of them. The
+prompts are read under Ltri-LLM, all heads choosing together. The file is JSON: `heads` holds the
+best head of every layer with a score above the threshold as [layer, query head, score], `scores`
+all of them, `method` and `fitted` what they were found under and on. Use it with
 
     kvjax.Ltri(heads=load(path))
 
-With `--pattern heads.tsv` it also writes a gate for each key/value head, the best score of its
-query heads: a line of tab-separated numbers per layer, in the format of published patterns, and a
-comment with the same record:
+With `--pattern heads.tsv` it also writes a gate for each key/value head, the best copy score of its
+query heads: the share of a needle's tokens at which the head attends most to that very token when
+it has to be produced (Wu et al., 2024, §2). A line of tab-separated numbers per layer, in the
+format of published patterns, and a comment with the same record:
 
     kvjax.DuoAttention.from_tsv("heads.tsv", sparsity=0.5)
 """
@@ -26,8 +28,9 @@ import dataclasses
 import functools
 import json
 import pathlib
+import random
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,27 +38,82 @@ import numpy as np
 import tyro
 
 import kvjax
+from kvjax.core.leaves import Leaf
+from kvjax.families.streamed import Streamed
+from kvjax.methods import labels
+from kvjax.methods.ltri import evidence
 from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
-from kvjax.programs.evals import fitted, needle
+from kvjax.programs.evals import fitted, haystack, needle
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.streams import FITTING
 from kvjax.programs.evals.task import Row
 
 TASK, SHAPE = "needle", needle.SHAPES["niah_single_2"]
+STEPS = 16  # longest answer
+Ltri = TypeVar("Ltri", bound=kvjax.Ltri)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+  """How prompts are streamed, and settings of Ltri-LLM."""
+
+  window: int = 512
+  """Newest tokens that stay on the device."""
+  init: int = 32
+  """First tokens that stay."""
+  block: int = 64
+  """Tokens per block."""
+  retrieved: int = 4
+  """Blocks that are retrieved."""
+  chunk: int = 256
+  """Tokens read at a time."""
+  settings: str = ""
+  """Settings of Ltri-LLM as in a label: Q, C, M and Ω are last=48,spans=6,vectors=24,ratio=col."""
+
+  def check(self) -> None:
+    common.check_numbers(self, window=1, init=0, block=1, retrieved=1, chunk=1)
+
+  def shared(self) -> dict[str, int]:
+    """Settings that all methods with a store have."""
+    sizes = {"init_tokens": self.init, "local": self.window, "block": self.block}
+    return sizes | {"retrieved": self.retrieved, "chunk": self.chunk, "held": 2 * self.retrieved}
+
+  def ltri(self, cls: type[Ltri] = kvjax.Ltri, **more: Any) -> Ltri:
+    """Ltri-LLM with these settings, and more."""
+    _, fields = labels.parts(f"ltri:{self.settings}", "--settings")
+    method = cls(**self.shared(), rate=(20.0,) * 4 + (3.0,))
+    return labels.changed(method, fields, "--settings", "ltri", **more)
+
+  def depths(self, length: int, samples: int, draw: random.Random) -> list[float]:
+    """Depths of needles: even over what is retrieved or missed, any beginning of them spread.
+
+    That is what stands after the first tokens, and leaves the window before the question.
+
+    Raises:
+      ValueError: nothing does.
+    """
+    near, far = self.init, length - self.window - 3 * self.block - STEPS
+    if far <= near:
+      raise ValueError(
+        f"--length: found {length}, expected more than {near} first tokens, a window of "
+        f"{self.window} and 3 blocks"
+      )
+    places = haystack.spread(range(samples), draw)
+    return [(near + (far - near) * (place + 0.5) / samples) / length for place in places]
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(Sizes):
   """Scores every query head of a model on needles in natural text."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .json file to write; written aside and renamed last."""
   samples: int = 20
   """Prompts, each with a needle of its own."""
-  length: int = 2048
+  length: int = 4096
   """Tokens per prompt."""
   threshold: float = 0.1
   """Heads with a higher score are retrieval heads (the paper's: 0.1)."""
@@ -66,18 +124,6 @@ class Args:
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
   SmolLM2-135M-Instruct by default."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Looking(kvjax.Full):
-  """The full cache; a step reports the position that each head attends to most, int32 [B, K, G]."""
-
-  @property
-  def traits(self) -> kvjax.core.traits.Traits:
-    return super().traits.but(wants_logits=True)
-
-  def observe(self, at: Any, cache: Any, q: Any, plan: Any, attended: Any) -> Any:
-    return cache, {"most": jnp.argmax(attended.logits, -1).astype(jnp.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +140,105 @@ class Sample:
   ids: list[int]
   start: int
   answer: list[int]
-  row: Row | None = None
+  row: Row
+
+  @classmethod
+  def of(cls, tokenizer: Tokenizer, row: Row) -> "Sample":
+    """A row's prompt.
+
+    Raises:
+      ValueError: its answer is not in it, as tokens.
+    """
+    ids = Reader(tokenizer).row(row).ids
+    # A number is the same tokens wherever it stands after a space, or is found without one.
+    for text in (f" {row.answers[0]}", row.answers[0]):
+      answer = tokenizer.encode(text, bos=False)
+      for start in range(len(ids)):
+        if ids[start : start + len(answer)] == answer:
+          return cls(ids, start, answer, row)
+    raise ValueError(f"{row.answers[0]}: found no such tokens in the prompt, expected the needle")
+
+  def blocks(self, method: Streamed) -> list[int]:
+    """The blocks that hold the answer; none where it is among the first tokens."""
+    first = max(self.start - method.init_tokens, 0) // method.block
+    stop = self.start + len(self.answer)
+    return list(range(first, (stop - 1 - method.init_tokens) // method.block + 1))
+
+
+# ---- block recall: which head's queries ask for the needle
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(kvjax.Ltri):
+  """All heads choose together; kept is how similar each alone finds the newest chunk's blocks."""
+
+  def summaries(self, spec: kvjax.CacheSpec, layer: int) -> dict[str, Leaf]:
+    alone = Leaf("heads", (spec.groups, self._stored_blocks(spec)))
+    return {**super().summaries(spec, layer), "alone": alone}
+
+  def stage(self, at: Any, cache: kvjax.Cache, new: Any, q: Any, prompt: Any, carry: Any) -> Any:
+    index = prompt.query_index()
+    qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
+    turned = self._turned(at, q, qpos).astype(jnp.float32)
+    sums, some = self._asked(at, cache, turned, q, new["k"], qpos)  # [B, K, G, J, H]
+    pairs = jnp.einsum("bkgjh,bknch->bkgjnc", sums, cache.heads["index"].of["sum"])
+    alone = evidence.best_pairs(pairs, some, cache.rows["found"].of["spans"])
+    alone = jnp.where(prompt.valid[:, None, None, None] > 0, alone, cache.heads["alone"])
+    return super().stage(at, cache.put(heads={"alone": alone}), new, q, prompt, carry)
+
+
+def recalled(similarity: np.ndarray, wanted: Sequence[int], count: int) -> np.ndarray:
+  """Share of the wanted blocks among each head's `count` best of [L, N, blocks], 0 being chance.
+
+  Of equal blocks the oldest is the better one; −∞ is none. All wanted blocks found is 1, and none
+  found is below 0.
+  """
+  best = np.argsort(-similarity, -1, kind="stable")[..., :count]
+  best = np.where(np.take_along_axis(similarity, best, -1) > -np.inf, best, -1)
+  found = (best[..., None] == np.array(wanted)).any(-2).mean(-1)
+  chance = min(1.0, count / similarity.shape[-1])
+  return (found - chance) / (1 - chance) if chance < 1 else np.zeros_like(found)
+
+
+def recall(model: Transformer, samples: Sequence[Sample], method: Asking) -> np.ndarray:
+  """Block recall of every layer's query heads, float64 [L, N], mean over samples.
+
+  Raises:
+    ValueError: a needle has not left the window before the question.
+  """
+  room = -(-max(len(sample.ids) for sample in samples) // method.block) * method.block
+  total = 0.0
+  with console.bar(len(samples), "prompts", "prompt") as bar:
+    for sample in samples:
+      caches = method.init_caches(model.spec(1, room))
+      tokens = common.right_padded(sample.ids, size=room)
+      _, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method)
+      gone, wanted = int(caches[0].rows["gone"][0]), sample.blocks(method)
+      if not wanted or wanted[-1] >= gone:
+        raise ValueError(
+          f"--length: found a needle at token {sample.start} of {len(sample.ids)}, expected it "
+          f"after the first {method.init_tokens} and out of the window of {method.local}"
+        )
+      alone = np.stack([np.asarray(cache.heads["alone"][0]) for cache in caches])
+      alone = alone.reshape(len(caches), -1, alone.shape[-1])[..., :gone]
+      total = total + recalled(alone, wanted, method.retrieved)
+      bar.update(1)
+  return np.asarray(total) / len(samples)
+
+
+# ---- copy score: which head looks at the very token that has to be produced
+
+
+@dataclasses.dataclass(frozen=True)
+class Looking(kvjax.Full):
+  """The full cache; a step reports the position that each head attends to most, int32 [B, K, G]."""
+
+  @property
+  def traits(self) -> kvjax.core.traits.Traits:
+    return super().traits.but(wants_logits=True)
+
+  def observe(self, at: Any, cache: Any, q: Any, plan: Any, attended: Any) -> Any:
+    return cache, {"most": jnp.argmax(attended.logits, -1).astype(jnp.int32)}
 
 
 def copied(most: np.ndarray, sample: Sample) -> np.ndarray:
@@ -155,27 +299,26 @@ def gates(found: np.ndarray, kv_heads: int) -> np.ndarray:
 
 
 def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
-  """Prompts with one needle each, whose value is to be copied; nothing in them is of a test."""
-  reader, samples = Reader(tokenizer), []
-  for index in range(args.samples):
+  """Prompts with one needle each, whose value is to be copied; nothing in them is of a test.
+
+  Depths are even over what stands after the first tokens and leaves the window.
+
+  Raises:
+    ValueError: nothing does.
+  """
+  depths = args.depths(args.length, args.samples, FITTING.rng(TASK, args.seed, -1))
+  count, samples = Reader(tokenizer).count, []
+  for index, depth in enumerate(depths):
     draw = FITTING.rng(TASK, args.seed, index)
-    row = needle.build(reader.count, SHAPE, length=args.length, draw=draw, stream=FITTING)
-    ids = reader.row(row).ids
-    # A number is the same tokens wherever it stands after a space, or is found without one.
-    for text in (f" {row.answers[0]}", row.answers[0]):
-      answer = tokenizer.encode(text, bos=False)
-      places = [i for i in range(len(ids)) if ids[i : i + len(answer)] == answer]
-      if places:
-        samples.append(Sample(ids, places[0], answer, row))
-        break
-  if not samples:
-    raise ValueError("found no needle's value as tokens of its prompt, expected at least one")
+    sizes = {"length": args.length, "max_new_tokens": STEPS}
+    row = needle.build(count, SHAPE, **sizes, draw=draw, depth=depth, stream=FITTING)
+    samples.append(Sample.of(tokenizer, row))
   return samples
 
 
 def record(samples: Sequence[Sample], args: Args) -> dict[str, Any]:
   """A record of what heads were found on: texts, keys, numbers and the draws of all."""
-  rows = [sample.row for sample in samples if sample.row is not None]
+  rows = [sample.row for sample in samples]
   said = needle.ONE[0].format(kind=SHAPE.value)
   return fitted.record(
     FITTING.about,
@@ -197,14 +340,17 @@ def _key(row: Row) -> str:
 
 
 def main(args: Args) -> None:
+  args.check()
   common.check_numbers(args, samples=1, length=1)
+  method = args.ltri(Asking, heads=None)
   model, tokenizer = common.load_model(args.checkpoint)
   samples = needles(tokenizer, args)
-  found = scores(model, samples)
+  found = recall(model, samples, method)
   heads = best(found, args.threshold)
   held = record(samples, args)
   about = {
     "fitted": held,
+    "method": repr(method),
     "threshold": args.threshold,
     "heads": heads,
     "scores": found.round(4).tolist(),
@@ -212,9 +358,9 @@ def main(args: Args) -> None:
   with common.written_aside(args.out) as path:
     path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
   if args.pattern is not None:
+    every = gates(scores(model, samples), model.config.kv_heads)
     with common.written_aside(args.pattern) as path:
       said = fitted.COMMENT + json.dumps(held)
-      every = gates(found, model.config.kv_heads)
       np.savetxt(path, every, "%.6g", "\t", header=said, comments="", encoding="utf-8")
   rows = [[str(layer), str(head), f"{score:.2f}"] for layer, head, score in heads]
   print(console.table(("layer", "query head", "score"), rows, left=()))

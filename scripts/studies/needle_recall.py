@@ -31,19 +31,19 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.families.streamed import Streamed, injected
-from kvjax.methods.labels import read_heads
+from kvjax.methods import labels
 from kvjax.models.decode import by_layer
 from kvjax.models.decode.generate import join, prefill, split
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import offload
 from kvjax.programs import common, console
-from kvjax.programs.evals import fitted, haystack, needle, scores
+from kvjax.programs.evals import fitted, needle, scores
 from kvjax.programs.evals.prompt import Reader
-from kvjax.programs.evals.task import Row, rng
+from kvjax.programs.evals.task import rng
+from kvjax.programs.retrieval_heads import STEPS, Sample, Sizes
 from scripts.studies import sheets
 
-STEPS = 16  # longest answer
 TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
 CHUNK = 2048  # tokens that methods read at a time which would take any number
 ABLATION = {
@@ -55,7 +55,7 @@ ABLATION = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(Sizes):
   """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
@@ -69,18 +69,6 @@ class Args:
   """Needles, each in a text of its own."""
   length: int = 8000
   """Tokens of a prompt and its answer."""
-  window: int = 512
-  """Newest tokens that stay on the device."""
-  init: int = 32
-  """First tokens that stay."""
-  block: int = 64
-  """Tokens per block."""
-  retrieved: int = 4
-  """Blocks that are retrieved."""
-  chunk: int = 256
-  """Tokens read at a time."""
-  rate: float = 3.0
-  """λ of Ltri-LLM; 20 in the first four layers."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
   """Names of those wanted, as in the table; all by default."""
   checkpoint: common.Checkpoint = None
@@ -90,11 +78,8 @@ class Args:
 
 def contestants(args: Args) -> dict[str, kvjax.Method]:
   """The methods by the names that the table gives them, at one budget."""
-  shared = {"init_tokens": args.init, "local": args.window, "block": args.block}
-  shared |= {"retrieved": args.retrieved, "chunk": args.chunk, "held": 2 * args.retrieved}
-  budget = args.init + args.window + args.retrieved * args.block
-  heads = None if args.heads is None else read_heads(args.heads)
-  ltri = {"rate": (20.0,) * 4 + (args.rate,), "heads": heads}
+  shared, budget = args.shared(), args.init + args.window + args.retrieved * args.block
+  ltri = args.ltri(heads=None if args.heads is None else labels.read_heads(args.heads))
   found: dict[str, kvjax.Method] = {
     "full": kvjax.Full(),
     "streaming_llm": kvjax.StreamingLLM(budget),
@@ -103,30 +88,9 @@ def contestants(args: Args) -> dict[str, kvjax.Method]:
     "infllm, injected": kvjax.InfLLM(**shared, inject=min(2, args.retrieved)),
   }
   for name, values in ABLATION.items():
-    if heads is not None or "heads" not in values:
-      found[name] = kvjax.Ltri(**shared, **(ltri | values))
+    if ltri.heads is not None or "heads" not in values:
+      found[name] = dataclasses.replace(ltri, **values)
   return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-  """A prompt with one needle.
-
-  Attributes:
-    row: text, question and answer.
-    ids: the prompt's tokens.
-    start, stop: where the needle's number stands among them.
-  """
-
-  row: Row
-  ids: list[int]
-  start: int
-  stop: int
-
-  def blocks(self, method: Streamed) -> list[int]:
-    """The blocks that hold the number; none where it is among the first tokens."""
-    first = max(self.start - method.init_tokens, 0) // method.block
-    return list(range(first, (self.stop - 1 - method.init_tokens) // method.block + 1))
 
 
 def found_on(args: Args) -> list[fitted.Fitted]:
@@ -143,29 +107,11 @@ def found_on(args: Args) -> list[fitted.Fitted]:
 
 
 def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
-  """Number `index`: depths are even over what is retrieved or missed, in no order.
-
-  That is what stands after the first tokens and leaves the window before the question. A run that
-  ends early has seen them all over.
-  """
-  near, far = args.init, args.length - args.window - 3 * args.block - STEPS
-  if far <= near:
-    raise ValueError(
-      f"--length: found {args.length}, expected more than {args.init} first tokens, a window of "
-      f"{args.window} and 3 blocks"
-    )
-  places = haystack.spread(range(args.samples), rng("needle depths", SEED, args.samples))
-  place = near + (far - near) * (places[index] + 0.5) / args.samples
-  reader, depth = Reader(tokenizer), place / args.length
-  draw = rng(TASK, SEED, index)
-  row = needle.build(reader.count, length=args.length, draw=draw, depth=depth, max_new_tokens=STEPS)
-  ids = reader.row(row).ids
-  for text in (f" {row.answers[0]}", row.answers[0]):
-    answer = tokenizer.encode(text, bos=False)
-    for start in range(len(ids)):
-      if ids[start : start + len(answer)] == answer:
-        return Sample(row, ids, start, start + len(answer))
-  raise ValueError(f"{row.answers[0]}: found no such tokens in the prompt, expected the needle")
+  """Number `index`, at a depth of its own."""
+  depths = args.depths(args.length, args.samples, rng("needle depths", SEED, args.samples))
+  draw, count = rng(TASK, SEED, index), Reader(tokenizer).count
+  sizes = {"length": args.length, "max_new_tokens": STEPS}
+  return Sample.of(tokenizer, needle.build(count, **sizes, draw=draw, depth=depths[index]))
 
 
 def stepper(model: Transformer, method: kvjax.Method) -> Callable:
@@ -349,7 +295,8 @@ def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[st
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, samples=1, length=1, window=1, init=0, block=1, retrieved=1, chunk=1)
+  args.check()
+  common.check_numbers(args, samples=1, length=1)
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")

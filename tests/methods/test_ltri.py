@@ -12,6 +12,7 @@ import pytest
 from kvjax import Carry, Env, Ltri
 from kvjax.families.streamed import injected
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
+from kvjax.programs.retrieval_heads import Asking
 from kvjax.testing.layer import Stream, capped, rotate
 from tests.slow_spans import slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns
@@ -84,6 +85,17 @@ class LtriOracle(Oracle):
       found += [[chunk[start + i] for i in span] for span in spans]
     return found
 
+  def by_head(self, ask, span):
+    """Similarity of two spans under every head that counts."""
+    return np.sum(
+      [
+        [q @ k for q, k in zip(self.queries_of(t), self.keys_of(j), strict=True)]
+        for t in ask
+        for j in span
+      ],
+      0,
+    )
+
   def wants(self, chunk, votes, prompt):
     if not prompt and self.m.persistent:
       return None
@@ -91,16 +103,7 @@ class LtriOracle(Oracle):
     asking = (self.asking(chunk) if prompt else [list(chunk)]) if self.indexes else []
 
     def similarity(block):
-      pairs = [
-        sum(
-          q @ k
-          for t in ask
-          for j in span
-          for q, k in zip(self.queries_of(t), self.keys_of(j), strict=True)
-        )
-        for span in self.gone[block]
-        for ask in asking
-      ]
+      pairs = [sum(self.by_head(ask, span)) for span in self.gone[block] for ask in asking]
       return max(pairs, default=-np.inf)
 
     score = {b: similarity(b) for b in stored}
@@ -180,6 +183,31 @@ def test_a_generation(name, impl, cap):
   assert len(retrieved) > 4
   if m.heads and m.heads[0][0] > 0:
     assert not any(layer == 0 for layer, _ in retrieved)
+
+
+def test_how_similar_each_head_finds_a_chunks_blocks():
+  """Of every layer, row and query head; a row without tokens keeps what it had."""
+  m = Asking(**SMALL, **PIECES)
+  streams = [Stream.random(10 + i, tokens=50, head_dim=8) for i in range(2)]
+  run = Stack(m, streams, capacity=50)
+  oracles = [[LtriOracle(s, b, m, i) for i, s in enumerate(streams)] for b in range(2)]
+  for count in ([12, 12], [12, 12], [12, 9], [9, 0]):
+    run.prefill(count, [layers[0].n for layers in oracles], m.chunk)
+    for b in range(2):
+      votes: dict = {}
+      for layer, oracle in enumerate(oracles[b]):
+        if not count[b]:
+          continue
+        asking = oracle.asking(range(oracle.n, oracle.n + count[b]))
+        pairs = [
+          [oracle.by_head(ask, span) for span in spans for ask in asking] for spans in oracle.gone
+        ]
+        want = np.array([np.max(block, 0) for block in pairs]).reshape(-1, oracle.q.shape[0] * 3)
+        oracle.read(count[b], votes)
+        found = np.asarray(run.caches[layer].heads["alone"])[b]
+        found = found.reshape(-1, found.shape[-1])[:, : len(want)]
+        np.testing.assert_allclose(found.T, want, atol=2e-4)
+  assert len(want) > 3
 
 
 @pytest.mark.slow

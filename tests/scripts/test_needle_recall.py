@@ -10,12 +10,12 @@ from kvjax import Full, InfLLM, Ltri, StreamingLLM
 from kvjax.programs import common
 from kvjax.programs.evals import fitted
 from kvjax.programs.evals.task import Row
+from kvjax.programs.retrieval_heads import Sample
 from kvjax.testing.tiny import TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
 from scripts.studies import needle_recall
 from scripts.studies.needle_recall import (
   Args,
-  Sample,
   answer,
   chance,
   contestants,
@@ -32,9 +32,9 @@ ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
 def test_the_blocks_of_a_needle():
   """Tokens 10 to 13 after 3 first ones, in blocks of 4: blocks 1 and 2."""
   method = InfLLM(3, 8, 4, 2, held=2)
-  assert Sample(ROW, [0] * 20, 10, 14).blocks(method) == [1, 2]
-  assert Sample(ROW, [0] * 20, 11, 15).blocks(method) == [2]
-  assert Sample(ROW, [0] * 20, 1, 5).blocks(method) == [0]
+  assert Sample([0] * 20, 10, [0] * 4, ROW).blocks(method) == [1, 2]
+  assert Sample([0] * 20, 11, [0] * 4, ROW).blocks(method) == [2]
+  assert Sample([0] * 20, 1, [0] * 4, ROW).blocks(method) == [0]
 
 
 def test_recall_by_step_and_layer():
@@ -72,7 +72,7 @@ def test_recall_stands_beside_that_of_blocks_by_chance():
 @pytest.mark.slow
 def test_a_stream_in_chunks_is_the_stream_at_once(monkeypatch):
   """A method that forgets as it reads answers the same, whatever is read at a time."""
-  asked = Sample(ROW, TOKENS[0].tolist(), 5, 9)
+  asked = Sample(TOKENS[0].tolist(), 5, TOKENS[0, 5:9].tolist(), ROW)
   answers = []
   for size in (needle_recall.CHUNK, 8):
     monkeypatch.setattr(needle_recall, "CHUNK", size)
@@ -83,7 +83,7 @@ def test_a_stream_in_chunks_is_the_stream_at_once(monkeypatch):
 @pytest.mark.slow
 def test_injected_blocks_are_all_found():
   """Against the same method left to itself, which does not always retrieve them."""
-  asked = Sample(ROW, TOKENS[0].tolist(), 5, 9)
+  asked = Sample(TOKENS[0].tolist(), 5, TOKENS[0, 5:9].tolist(), ROW)
   found = {
     inject: answer(
       model(), letters(), InfLLM(2, 8, 4, 3, chunk=8, held=3, inject=inject), asked, 64
@@ -144,7 +144,7 @@ def test_the_full_cache_is_left_out_of_texts_beyond_its_model(monkeypatch, tmp_p
   told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2], "depth": 0.1}
   monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
   monkeypatch.setattr(common, "load_model", lambda *_: (model(), letters()))
-  monkeypatch.setattr(needle_recall, "sample", lambda *_: Sample(ROW, [0] * 50, 20, 24))
+  monkeypatch.setattr(needle_recall, "sample", lambda *_: Sample([0] * 50, 20, [0] * 4, ROW))
   most = model().config.max_context
   args = Args(tmp_path, samples=1, length=most + 1, methods=("full", "infllm"))
   needle_recall.main(args)
@@ -170,7 +170,7 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
   monkeypatch.setattr(needle_recall, "answer", count)
   monkeypatch.setattr(common, "load_model", lambda *a: (model(), letters()))
   monkeypatch.setattr(
-    needle_recall, "sample", lambda tokenizer, args, i: Sample(ROW, [0] * 50, 20 + i, 24 + i)
+    needle_recall, "sample", lambda tokenizer, args, i: Sample([0] * 50, 20 + i, [0] * 4, ROW)
   )
   args = Args(tmp_path, samples=2, length=400, window=64, block=16)
   names = list(contestants(args))

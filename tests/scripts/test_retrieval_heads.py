@@ -13,25 +13,37 @@ from kvjax.programs import retrieval_heads
 from kvjax.programs.evals import fitted, haystack, streams
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.streams import FITTING
-from kvjax.programs.evals.task import rng
-from kvjax.programs.retrieval_heads import Looking, Sample, copied, gates, needles, scores
+from kvjax.programs.evals.task import Row, rng
+from kvjax.programs.retrieval_heads import Looking, Sample, copied, gates, needles, recalled, scores
 from kvjax.testing.tiny import TOKENS, Run, model
 from scripts.examples.tiny import byte_tokenizer
+
+ROW = Row("", "", "", ("AB",), "needle", 4)
 
 
 def test_worked_example():
   """The needle 7 8 9 stands at 2; another 8 at 6 is no part of it."""
-  sample = Sample([1, 2, 7, 8, 9, 3, 8, 4], 2, [7, 8, 9])
+  sample = Sample([1, 2, 7, 8, 9, 3, 8, 4], 2, [7, 8, 9], ROW)
   most = np.array([[2, 2, 5], [3, 6, 3], [4, 3, 4]])  # steps × heads
   np.testing.assert_allclose(copied(most, sample), [1, 1 / 3, 2 / 3])
+
+
+def test_block_recall_by_hand():
+  """Two layers of two heads, four blocks of which 1 and 2 are wanted, two are retrieved."""
+  none = -np.inf
+  similarity = np.array([[[0.0, 3, 2, 1], [5, 3, 2, 1]], [[9, 1, 1, 9], [1, none, none, none]]])
+  found = np.array([[1, 0.5], [0, 0]])
+  np.testing.assert_allclose(recalled(similarity, [1, 2], 2), 2 * found - 1)  # by chance a half
+  np.testing.assert_array_equal(recalled(similarity, [1, 2], 4), np.zeros((2, 2)))
 
 
 @pytest.mark.slow
 def test_scores_of_a_model():
   """Where each head looks most, step by step: as the logits of the cache say."""
+  ids = [*TOKENS[0, :12].tolist(), *TOKENS[0, 3:6].tolist()]
   samples = [
-    Sample([*TOKENS[0, :12].tolist(), *TOKENS[0, 3:6].tolist()], 3, TOKENS[0, 6:8].tolist()),
-    Sample(TOKENS[1, :20].tolist(), 5, TOKENS[1, 5:9].tolist()),
+    Sample(ids, 3, TOKENS[0, 6:8].tolist(), ROW),
+    Sample(TOKENS[1, :20].tolist(), 5, TOKENS[1, 5:9].tolist(), ROW),
   ]
   found = scores(model(), samples)
   assert found.shape == (4, 6) and (found >= 0).all() and (found <= 1).all()
@@ -70,7 +82,9 @@ def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
   """Six query heads of two key/value heads: the best of three each; half of four gates stream."""
   found = np.array([[0.1, 0.2, 0.0, 0.9, 0.3, 0.0], [0.0, 0.05, 0.5, 0.1, 0.1, 0.15]])
   assert gates(found, 2).tolist() == [[0.2, 0.9], [0.5, 0.15]]
+  asked = np.array([[0.3, 0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.05, 0.05, 0.1, 0.1, 0.1]])
   monkeypatch.setattr(retrieval_heads, "scores", lambda *_: found)
+  monkeypatch.setattr(retrieval_heads, "recall", lambda *_: asked)
   monkeypatch.setattr(retrieval_heads.common, "load_model", lambda _: (model(), byte_tokenizer()))
   heads, pattern = tmp_path / "heads.json", tmp_path / "heads.tsv"
   args = retrieval_heads.Args(heads, samples=3, length=1500, pattern=pattern)
@@ -78,6 +92,7 @@ def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
   method = DuoAttention.from_tsv(pattern)
   assert method == DuoAttention(((False, True), (True, False)))
   np.testing.assert_array_equal(np.loadtxt(pattern, delimiter="\t"), gates(found, 2))
+  assert read_heads(heads) == ((0, 0, 0.3),)
   held = fitted.of(heads)
   assert held == fitted.of(pattern)
   assert (held["task"], held["seed"], held["samples"]) == ("fitting needle", 0, 3)

@@ -51,7 +51,7 @@ ARGUMENTS = {
   "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
   "serve": ("--method", "--rows", "--capacity", "--queue", "--host", "--port"),
   "convert_checkpoint": ("SOURCE", "DEST"),
-  "retrieval_heads": ("OUT", "--samples", "--length", "--threshold", "--checkpoint"),
+  "retrieval_heads": ("OUT", "--samples", "--length", "--window", "--settings", "--checkpoint"),
   "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
   "art_study": ("NPZ", "--tile", "--least", "--out"),
   "hit_rates": ("OUT", "--length", "--history", "--layers"),

@@ -73,9 +73,17 @@ def similarity(
     pairs = at.sum_heads(jnp.einsum("bkjh,bknch->bjnc", sums, index))  # Eq. 8
   else:
     pairs = jnp.einsum("bjh,bnch->bjnc", sums, index)
+  return best_pairs(pairs, some, found)
+
+
+def best_pairs(
+  pairs: Float[Array, "B *heads J N C"], some: Bool[Array, "B J"], found: Float[Array, "B N 4 C"]
+) -> Float[Array, "B *heads N"]:
+  """Of each block the best similarity of its spans to the queries'; −∞ without any (Eq. 9)."""
   count = vectors.unpacked(found)[2]
   real = some[:, :, None, None] & (count > 0)[:, None]
-  return jnp.where(real, pairs, -jnp.inf).max((1, 3))  # Eq. 9
+  real = jnp.expand_dims(real, range(1, pairs.ndim - 3))
+  return jnp.where(real, pairs, -jnp.inf).max((-3, -1))
 
 
 # ---- §3.5: retrieval heads, collaborative voting

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
@@ -270,15 +270,33 @@ class Ltri(Streamed, moves=("divide",)):
       turned = turned.astype(jnp.float32).sum(2)  # [B, K, T, H]
     else:
       turned = evidence.of_head(at, cache.heads["retrieval"], turned)  # [B, T, H]
-    if k is None:  # one token: a span of one vector
-      sums, some = turned, jnp.ones(qpos.shape, bool)
-    else:
-      maps, votes, length = evidence.chunk_maps(at, q, k, qpos, self.block)
-      start, stop, count, _ = self.divide(cache, maps, length)
-      chosen = retrieval.elect(votes, vectors.inside(start, stop, self.block), count)
-      sums, some = evidence.sums_of(turned, chosen)
+    sums, some = self._asked(at, cache, turned, q, k, qpos)
     index = (cache.heads if self.heads is None else cache.rows)["index"].of["sum"]
     return evidence.similarity(at, sums, some, index, cache.rows["found"].of["spans"])
+
+  def _asked(
+    self,
+    at: At,
+    cache: Cache,
+    turned: Float[Array, "B *some T H"],
+    q: Float[Array, "B K G T H"],
+    k: Float[Array, "B K T H"] | None,
+    qpos: Int[Array, "B T"],
+  ) -> tuple[Float[Array, "B *some J H"], Bool[Array, "B J"]]:
+    """Sums of the vectors that stand for the queries' spans, and which spans are real (§3.4).
+
+    Args:
+      at: where this runs.
+      cache: the layer's, for its settings.
+      turned: queries of one head or more, at the angle `local`.
+      q, k, qpos: all heads' queries and keys, as in `similarity`; they say which spans there are.
+    """
+    if k is None:  # one token: a span of one vector
+      return turned, jnp.ones(qpos.shape, bool)
+    maps, votes, length = evidence.chunk_maps(at, q, k, qpos, self.block)
+    start, stop, count, _ = self.divide(cache, maps, length)
+    chosen = retrieval.elect(votes, vectors.inside(start, stop, self.block), count)
+    return evidence.sums_of(turned, chosen)
 
   def choose(
     self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry

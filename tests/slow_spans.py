@@ -1,5 +1,8 @@
 """Spans of attention maps by loops in float64."""
 
+import itertools
+import math
+
 import numpy as np
 
 
@@ -39,10 +42,26 @@ def slow_nms(boxes, overlap, count):
   return (kept + [(0, 0)] * count)[:count]
 
 
-def slow_divide(a, quantile, overlap, count):
-  triangle = [a[i, j] for i in range(len(a)) for j in range(i + 1)]
-  theta = float(np.quantile(np.float64(triangle), quantile))
-  return slow_nms(slow_candidates(slow_scores(np.float64(a), theta)), overlap, count)
+def slow_divide(maps, quantile, overlap, count):
+  """Of the maps of several heads, each with a threshold of its own."""
+  scores = 0
+  for a in np.float64(maps):
+    triangle = [a[i, j] for i in range(len(a)) for j in range(i + 1)]
+    scores = scores + slow_scores(a, float(np.quantile(triangle, quantile)))
+  return slow_nms(slow_candidates(scores), overlap, count)
+
+
+def slow_counts(lengths, ratios, rate, most):
+  """Vectors of each span of one block: ⌈length · r_v⌉, and of what is too much a share."""
+  more = [
+    max(math.ceil(n * math.exp(-rate * (1 - r))), 1) - 1 if n else 0
+    for n, r in zip(lengths, ratios, strict=True)
+  ]
+  real = sum(n > 0 for n in lengths)
+  if sum(more) > most - real:
+    upto = [sum(more[:i]) * (most - real) // sum(more) for i in range(len(more) + 1)]
+    more = [b - a for a, b in itertools.pairwise(upto)]
+  return [m + 1 if n else 0 for n, m in zip(lengths, more, strict=True)]
 
 
 def slow_ratio(a, start, stop, mode):

@@ -74,7 +74,7 @@ class Oracle:
     self.q, self.k, self.v = (np.float64(x[b]) for x in (stream.q, stream.k, stream.v))
     self.heads, self.groups = self.q.shape[:2]
     self.gone: list = []  # what stands for each evicted block
-    self.given: dict = {}  # (KV head, query, key) -> probability, summed over the group
+    self.given: dict = {}  # (KV head, query head of its group, query, key) -> probability
     self.held: list = [(None, -1)] * m.held  # block, when it was last used
     self.kept: list = []
 
@@ -101,7 +101,7 @@ class Oracle:
         p /= p.sum()
         out[h, g] = p @ self.v[h, [*near, *far]]
         for j, share in zip(near, p, strict=False):
-          self.given[h, t, j] = self.given.get((h, t, j), 0.0) + share
+          self.given[h, g, t, j] = share
     return out
 
   def far(self):
@@ -148,8 +148,8 @@ class Oracle:
 
   def votes(self, h, j):
     """What all queries so far gave to a key (of one KV head, or of all)."""
-    heads = range(self.heads) if h is None else [h]
-    return sum(self.given.get((i, t, j), 0.0) for i in heads for t in range(self.n))
+    heads = [(i, g) for i in (range(self.heads) if h is None else [h]) for g in range(self.groups)]
+    return sum(self.given.get((*i, t, j), 0.0) for i in heads for t in range(self.n))
 
 
 def similar_streams(seed, layers, tokens):

@@ -69,6 +69,13 @@ def best(cache: Cache, keys: list[Array], count: int) -> Int[Array, "B R"]:
   return jnp.where(here, block, -1).max(-1)
 
 
+def kept(cache: Cache) -> Int[Array, "B R"]:
+  """The blocks that the cache has retrieved, best first; −1: none."""
+  place = cache.rows["kept"]
+  blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(place, 0), 1, mode="clip")
+  return jnp.where(place >= 0, blocks, -1)
+
+
 def hold(at: At, cache: Cache, wanted: Int[Array, "B R"], size: int) -> Cache:
   """The cache once the wanted blocks have copies on the device: "kept" says in which places.
 

@@ -399,9 +399,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
     cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
-    kept = cache.rows["kept"]
-    blocks = jnp.take_along_axis(cache.rows["held"], jnp.maximum(kept, 0), 1, mode="clip")
-    return cache, {"retrieved": jnp.where(kept >= 0, blocks, -1)}
+    return cache, {"retrieved": retrieval.kept(cache)}
 
 
 def _example(cls: type[Streamed], budget: int) -> Method:

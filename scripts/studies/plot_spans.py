@@ -62,16 +62,17 @@ def measure(model: Any, ids: list[int], method: kvjax.Ltri) -> dict[str, Any]:
   tokens = np.asarray([ids[:count]], np.int32)
   _, caches = prefill(model, tokens, np.array([count]), caches, method)
   layers = []
-  most = method.vectors // method.spans
-  for cache in caches:
-    found = cache.rows["map"][:, None]
-    start, stop, *_ = method.divide(cache, found, jnp.array([[block - 1]]))
+  for at, cache in zip(model.places(method), caches, strict=True):
+    found = cache.heads["map"][:, :, :, None]
+    start, stop, *_ = method.divide(at, cache, found, jnp.array([[block - 1]]))
     length, ratio = measured_spans(cache, 0)
     layers.append(
       {
-        "map": np.asarray(found[0, 0]),
+        "map": np.asarray(found.sum((1, 2))[0, 0]),
         "spans": [[int(a), int(b)] for a, b in zip(start[0, 0], stop[0, 0], strict=True) if b > a],
-        "vectors": {r: float(vectors_at(length, ratio, r, most).sum(1).mean()) for r in RATES},
+        "vectors": {
+          r: float(vectors_at(length, ratio, r, method.vectors).sum(1).mean()) for r in RATES
+        },
       }
     )
   return {"block": block, "tokens": count, "blocks": len(length), "layers": layers}

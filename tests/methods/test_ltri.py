@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from kvjax.families.streamed import injected
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.programs.retrieval_heads import Asking
 from kvjax.testing.layer import Stream, capped, rotate
-from tests.slow_spans import slow_divide, slow_elect, slow_ratio
+from tests.slow_spans import slow_counts, slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns
 
 
@@ -33,16 +32,19 @@ class LtriOracle(Oracle):
   def of(self, values):
     return values[min(self.layer, len(values) - 1)]
 
-  def spans(self, a, votes):
-    """Lists of tokens that stand for the spans of a map."""
-    found = []
-    for x, y in slow_divide(a, self.of(self.m.quantile), self.of(self.m.overlap), self.m.spans):
-      if y > x:
-        ratio = slow_ratio(a, x, y, self.m.ratio)
-        n = math.ceil((y - x) * math.exp(-self.of(self.m.rate) * (1 - ratio)))
-        n = min(max(n, 1), self.m.vectors // self.m.spans)
-        found.append(slow_elect(votes, x, y, n))
-    return found
+  def spans(self, maps, votes):
+    """Lists of tokens that stand for the spans of a block's maps, one map a query head."""
+    m, a = self.m, np.sum(maps, 0)
+    found = slow_divide(maps, self.of(m.quantile), self.of(m.overlap), m.spans)
+    found = [(x, y) for x, y in found if y > x]
+    lengths = [y - x for x, y in found]
+    ratios = [slow_ratio(a, x, y, m.ratio) for x, y in found]
+    counts = {
+      "dynamic": slow_counts(lengths, ratios, self.of(m.rate), m.vectors),
+      "static": [m.vectors // m.spans] * len(found),
+      "mean": lengths,
+    }[m.index]
+    return [slow_elect(votes, x, y, n) for (x, y), n in zip(found, counts, strict=True)]
 
   def keys_of(self, j):
     """Per query head that counts the key of a token."""
@@ -60,17 +62,17 @@ class LtriOracle(Oracle):
     if not self.indexes:
       return []
     tokens = list(self.tokens(block))
-    a = np.zeros((len(tokens), len(tokens)))
-    for i, t in enumerate(tokens):
-      for j, u in enumerate(tokens[: i + 1]):
-        a[i, j] = sum(self.given[h, t, u] for h in range(self.heads))
+    maps = np.zeros((self.heads, self.groups, len(tokens), len(tokens)))
+    for h, g, i, j in np.ndindex(maps.shape):
+      maps[h, g, i, j] = self.given.get((h, g, tokens[i], tokens[j]), 0.0)
     votes = [self.votes(None, j) for j in tokens]
-    return [[tokens[i] for i in span] for span in self.spans(a, votes)]
+    spans = self.spans(maps.reshape(-1, *maps.shape[2:]), votes)
+    return [[tokens[i] for i in span] for span in spans]
 
   def asking(self, chunk):
     """The spans of a chunk's queries, each as the tokens that stand for it."""
     chunk, size, found = list(chunk), self.m.block, []
-    p = np.zeros((len(chunk), len(chunk)))
+    p = np.zeros((self.heads * self.groups, len(chunk), len(chunk)))
     for h in range(self.heads):
       keys = [rotate(self.k[h, u], u) for u in chunk]
       for g in range(self.groups):
@@ -78,23 +80,21 @@ class LtriOracle(Oracle):
           q = rotate(self.q[h, g, t], t)
           x = [q @ key for key in keys[: i + 1]]
           w = np.exp(capped(np.array(x) / np.sqrt(self.q.shape[-1]), self.cap))
-          p[i, : i + 1] += w / w.sum()
+          p[h * self.groups + g, i, : i + 1] = w / w.sum()
     for start in range(0, len(chunk), size):
       part = slice(start, start + size)
-      spans = self.spans(p[part, part], p.sum(0)[part])
+      spans = self.spans(p[:, part, part], p.sum((0, 1))[part])
       found += [[chunk[start + i] for i in span] for span in spans]
     return found
 
   def by_head(self, ask, span):
     """Similarity of two spans under every head that counts."""
-    return np.sum(
-      [
-        [q @ k for q, k in zip(self.queries_of(t), self.keys_of(j), strict=True)]
-        for t in ask
-        for j in span
-      ],
-      0,
-    )
+    pairs = [
+      [q @ k for q, k in zip(self.queries_of(t), self.keys_of(j), strict=True)]
+      for t in ask
+      for j in span
+    ]
+    return np.mean(pairs, 0) if self.m.index == "mean" else np.sum(pairs, 0)
 
   def wants(self, chunk, votes, prompt):
     if not prompt and self.m.persistent:
@@ -113,19 +113,30 @@ class LtriOracle(Oracle):
     if not self.m.voting:
       chosen = own
     else:
-      for b in own:
-        votes[b] = votes.get(b, 0.0) + (self.head[1] if self.head else 1.0)
+      for rank, b in enumerate(own):
+        part = 1 - rank / self.m.retrieved if self.m.ballot == "rank" else 1.0
+        votes[b] = votes.get(b, 0.0) + part * (self.head[1] if self.head else 1.0)
       chosen = sorted(votes, key=lambda b: (-votes[b], -score[b], b))
     return (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
 
 
 SMALL = {"init_tokens": 3, "local": 8, "block": 6, "retrieved": 2, "chunk": 12, "held": 3}
-PIECES = {"spans": 2, "vectors": 6, "last": 5, "rate": (6.0, 2.0), "quantile": (0.7, 0.6)}
+PIECES = {"spans": 2, "vectors": 4, "last": 5, "rate": (6.0, 2.0), "quantile": (0.7, 0.6)}
 CASES = {
   "all heads": Ltri(**SMALL, **PIECES),
   "retrieval heads": Ltri(**SMALL, **PIECES, heads=((1, 4, 0.6), (2, 7, 0.3))),
   "no votes": Ltri(**SMALL, **PIECES, voting=False, ratio="col"),
   "not persistent": Ltri(**SMALL, **PIECES, persistent=False, ratio="rowcol"),
+  "graded votes": Ltri(
+    **SMALL,
+    **PIECES,
+    index="static",
+    ballot="rank",
+    heads=((0, 3, 0.53), (1, 8, 0.41), (2, 2, 0.7)),
+  ),
+  "blocks of the top layer": Ltri(
+    **SMALL, **PIECES, index="mean", from_top=True, heads=((1, 4, 0.6), (2, 7, 0.3))
+  ),
   "retrieval heads, not persistent": Ltri(
     **SMALL, **PIECES, persistent=False, heads=((0, 3, 0.5), (1, 8, 0.4))
   ),
@@ -162,8 +173,13 @@ def test_a_generation(name, impl, cap):
         if count[b]:
           want = oracle.read(count[b], votes)
           np.testing.assert_allclose(np.moveaxis(outs[layer][b], 2, 0)[: count[b]], want, atol=2e-5)
-          assert run.retrieved(layer, b) == oracle.kept, (name, b, layer, i)
+          if not (m.from_top and oracle.n == lengths[b]):
+            assert run.retrieved(layer, b) == oracle.kept, (name, b, layer, i)
           retrieved |= {(layer, block) for block in oracle.kept}
+      if m.from_top and count[b] and oracles[b][0].n == lengths[b]:
+        for layer, oracle in enumerate(oracles[b]):
+          oracle.kept = oracles[b][-1].kept
+          assert oracle.kept == run.retrieved(layer, b) and (oracle.kept or b)
   for step in range(10):
     found = run.decode([layers[0].n for layers in oracles])
     for b in range(2):
@@ -174,7 +190,7 @@ def test_a_generation(name, impl, cap):
         assert blocks[blocks >= 0].tolist() == oracle.kept, (name, b, layer, step)
   for b in range(2):
     for layer, oracle in enumerate(oracles[b]):
-      if oracle.indexes:
+      if oracle.indexes and m.index != "mean":
         counts = run.caches[layer].rows["found"].of["spans"][b, :, 2].astype(int)
         want = [[len(span) for span in spans] for spans in oracle.gone]
         assert [[n for n in row if n] for row in counts[: len(want)].tolist()] == want
@@ -294,9 +310,9 @@ def test_rate_from_a_target():
 
   def vectors(rate):
     return sum(
-      min(max(math.ceil(n * math.exp(-rate * (1 - r))), 1), 3) if n else 0
+      sum(slow_counts(n, r, rate, 12))
       for length, ratio in samples
-      for n, r in zip(length.flat, ratio.flat, strict=True)
+      for n, r in zip(length.tolist(), ratio.tolist(), strict=True)
     )
 
   for target in (12.0, 16.0, 20.0):

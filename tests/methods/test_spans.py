@@ -1,18 +1,18 @@
 """Spans of attention maps against loops in float64, and planted structure found again."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.families import retrieval
 from kvjax.methods.ltri import spans as plain
 from kvjax.methods.ltri import vectors as plain_vectors
 from tests.compiled import of
 from tests.slow_spans import (
   slow_candidates,
+  slow_counts,
   slow_divide,
   slow_elect,
   slow_nms,
@@ -72,52 +72,75 @@ def test_of_equal_scores_the_longest_span_is_the_candidate():
   assert list(found) == slow_candidates(scores)
 
 
+AT = kvjax.Full().at(kvjax.Env(1), 0)
+
+
+def divided(maps, quantile, length=None):
+  """Spans of maps [B, heads, U, U], one block a row."""
+  maps, quantile = jnp.asarray(maps)[:, None, :, None], jnp.full(len(maps), quantile)
+  length = None if length is None else length[:, None]
+  every, theta = plain.summed(AT, maps, quantile, length)
+  found = spans.divide(every, theta, 0.1, 4, length)
+  return [list(zip(*(x[i, 0].tolist() for x in found), strict=True)) for i in range(len(maps))]
+
+
 def test_whole_division_against_loops():
-  maps = random_maps(3, 40, 16)
-  start, stop = spans.divide(jnp.asarray(maps), 0.85, 0.1, 4)
-  for i, a in enumerate(maps):
-    wanted = slow_divide(a, 0.85, 0.1, 4)
-    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
+  """Of three heads, each with a threshold of its own."""
+  maps = random_maps(3, 60, 16).reshape(20, 3, 16, 16) * np.array([1, 3, 9])[:, None, None]
+  maps = maps.astype(np.float32)
+  found = divided(maps, 0.85)
+  assert found == [slow_divide(heads, 0.85, 0.1, 4) for heads in maps]
+  assert found != divided(maps.sum(1, keepdims=True), 0.85)
 
 
 def test_a_block_that_is_not_full():
   """Rows and columns after the end count for nothing, whatever they hold."""
-  maps = random_maps(4, 12, 16)
+  maps = random_maps(4, 24, 16).reshape(12, 2, 16, 16)
   length = jnp.asarray([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16])
-  start, stop = spans.divide(jnp.asarray(maps), 0.8, 0.1, 4, length)
-  for i, n in enumerate(length.tolist()):
-    wanted = slow_divide(maps[i, :n, :n], 0.8, 0.1, 4) if n else [(0, 0)] * 4
-    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == wanted
+  for spans_, heads, n in zip(divided(maps, 0.8, length), maps, length.tolist(), strict=True):
+    assert spans_ == (slow_divide(heads[:, :n, :n], 0.8, 0.1, 4) if n else [(0, 0)] * 4)
 
 
 @pytest.mark.parametrize("mode", vectors.MODES)
 def test_ratios_and_counts(mode):
   maps = random_maps(5, 10, 16)
-  start, stop = map(np.asarray, spans.divide(maps, 0.9, 0.1, 4))
+  theta = spans.threshold(maps, 0.9, np.full(10, 16))
+  start, stop = map(np.asarray, spans.divide(maps, theta, 0.1, 4))
   ratio = np.asarray(vectors.ratios(maps, start, stop, mode))
-  counts = np.asarray(vectors.vector_counts(stop - start, ratio, 3.0, 3))
+  counts = [np.asarray(vectors.vector_counts(stop - start, ratio, 1.0, most)) for most in (6, 16)]
   seen = set()
   for i, a in enumerate(maps):
-    for c in range(4):
-      x, y = int(start[i, c]), int(stop[i, c])
-      want = slow_ratio(np.float64(a), x, y, mode)
-      np.testing.assert_allclose(ratio[i, c], want, rtol=1e-5)
-      n = min(max(math.ceil((y - x) * math.exp(-3 * (1 - want))), 1), 3) if y > x else 0
-      assert int(counts[i, c]) == n
-      seen.add(n)
-  assert len(seen) > 1
+    lengths = (stop - start)[i].tolist()
+    pairs = zip(start[i].tolist(), stop[i].tolist(), strict=True)
+    want = [slow_ratio(np.float64(a), x, y, mode) for x, y in pairs]
+    np.testing.assert_allclose(ratio[i], want, rtol=1e-5)
+    for count, most in zip(counts, (6, 16), strict=True):
+      assert count[i].tolist() == slow_counts(lengths, want, 1.0, most)
+      assert count[i].sum() <= most
+    seen |= {*counts[1][i].tolist()}
+  assert len(seen) > 2
   assert float(vectors.ratios(jnp.eye(4), jnp.array([0]), jnp.array([4]), mode)[0]) == 1
   assert float(vectors.ratios(jnp.zeros((4, 4)), jnp.array([1]), jnp.array([2]), mode)[0]) == 1
+
+
+def test_a_block_has_at_most_so_many_vectors():
+  """By hand: 5, 3, 2 and no tokens beyond the first of each share 12 − 4 as 4, 2, 2, 0."""
+  length = jnp.array([6, 4, 3, 1])
+  assert vectors.vector_counts(length, jnp.ones(4), 3.0, 14).tolist() == [6, 4, 3, 1]
+  assert vectors.vector_counts(length, jnp.ones(4), 3.0, 12).tolist() == [5, 3, 3, 1]
+  assert vectors.vector_counts(length, jnp.ones(4), 3.0, 4).tolist() == [1] * 4
+  assert vectors.static_counts(length, 12).tolist() == [3, 3, 3, 1]
 
 
 def test_more_vectors_for_lower_rates():
   """λ → 0 keeps every token that it may, λ → ∞ one vector a span."""
   ratio, length = jnp.linspace(0.1, 0.9, 5), jnp.full(5, 40)
   totals = [
-    int(vectors.vector_counts(length, ratio, rate, 12).sum())
-    for rate in (0.0, 1.0, 3.0, 10.0, 99.0)
+    int(vectors.vector_counts(length, ratio, rate, 24).sum())
+    for rate in (0.0, 8.0, 10.0, 20.0, 99.0)
   ]
-  assert totals == sorted(totals, reverse=True) and totals[0] == 60 and totals[-1] == 5
+  assert totals == sorted(totals, reverse=True) and len({*totals}) > 3
+  assert totals[0] == 24 and totals[-1] == 5
 
 
 def test_elected_tokens():
@@ -159,7 +182,8 @@ def test_planted_spans_are_found_again(count):
   """Boundaries within one token in at least 95 % of the maps."""
   rng = np.random.default_rng(0)
   maps, wanted = zip(*(planted(rng) for _ in range(count)), strict=True)
-  divide = jax.jit(lambda a: plain.divide(a, 0.9, 0.1, 4))
+  size = jnp.full(100, 128)
+  divide = jax.jit(lambda a: plain.divide(a, plain.threshold(a, 0.9, size), 0.1, 4))
   good = 0
   for i in range(0, count, 100):
     start, stop = divide(jnp.asarray(np.stack(maps[i : i + 100])))

@@ -20,7 +20,7 @@ def chunk_maps(
   k: Float[Array, "B K T H"],
   qpos: Int[Array, "B T"],
   size: int,
-) -> tuple[Float[Array, "B E U U"], Float[Array, "B E U"], Int[Array, "B E"]]:
+) -> tuple[Float[Array, "B K G E U U"], Float[Array, "B E U"], Int[Array, "B E"]]:
   """Maps of a chunk's blocks of `size` tokens, votes for its keys (Eq. 6), and real tokens."""
   batch, tokens = qpos.shape
   blocks = -(-tokens // size)
@@ -33,26 +33,25 @@ def chunk_maps(
     asked = jax.lax.dynamic_slice_in_dim(pos, start, size, 1)[..., None]
     ok = (asked >= 0) & (pos[:, None] >= 0) & (pos[:, None] <= asked)
     x = jnp.where(ok[:, None, None], attention.logits_of(mine, k, at.env.soft_cap), -jnp.inf)
-    p = jax.nn.softmax(x, -1, where=ok[:, None, None]).sum((1, 2))
-    p = at.sum_heads(jnp.where(ok, p, 0))
-    return jax.lax.dynamic_slice_in_dim(p, start, size, 2), p.sum(1)
+    p = jnp.where(ok[:, None, None], jax.nn.softmax(x, -1, where=ok[:, None, None]), 0)
+    return jax.lax.dynamic_slice_in_dim(p, start, size, 4), p.sum((1, 2, 3))
 
   starts = jnp.arange(blocks, dtype=jnp.int32) * size
   maps, votes = jax.lax.map(of_block, starts)
-  votes = votes.sum(0).reshape(batch, blocks, size)
+  votes = at.sum_heads(votes.sum(0)).reshape(batch, blocks, size)
   length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
-  return jnp.moveaxis(maps, 0, 1), votes, length
+  return jnp.moveaxis(maps, 0, 3), votes, length
 
 
 def sums_of(
-  turned: Float[Array, "B *K T H"], chosen: Bool[Array, "B E C U"]
+  turned: Float[Array, "B *K T H"], weights: Float[Array, "B E C U"]
 ) -> tuple[Float[Array, "B *K J H"], Bool[Array, "B J"]]:
-  """Σ_m q[m] over the chosen queries of each span, and which spans have any (Eq. 8)."""
-  blocks, size = chosen.shape[1], chosen.shape[3]
+  """Σ_m q[m] over the queries that stand for each span, and which spans have any (Eq. 8)."""
+  blocks, size = weights.shape[1], weights.shape[3]
   turned = cut(padded(turned, -2, blocks * size), -2, blocks)
-  sums = jnp.einsum("becu,b...euh->b...ech", chosen.astype(jnp.float32), turned)
+  sums = jnp.einsum("becu,b...euh->b...ech", weights, turned)
   sums = sums.reshape(*sums.shape[:-3], -1, sums.shape[-1])  # spans in one row
-  return sums, chosen.any(-1).reshape(chosen.shape[0], -1)
+  return sums, (weights > 0).any(-1).reshape(weights.shape[0], -1)
 
 
 def similarity(
@@ -88,6 +87,8 @@ def best_pairs(
 
 # ---- §3.5: retrieval heads, collaborative voting
 
+BALLOTS = ("score", "rank")
+
 # Retrieval heads of Llama-3-8B-Instruct-262K: layer, query head, score (App. C).
 LLAMA_3_8B_HEADS = (
   *((5, 8, 0.21), (8, 1, 0.49), (10, 14, 0.45), (13, 6, 0.15), (14, 18, 0.15), (15, 30, 0.90)),
@@ -110,11 +111,16 @@ def of_head(at: At, chosen: Bool[Array, "B *heads"], x: Float[Array, "B *heads_r
 
 
 def voted(
-  cache: Cache, votes: Float[Array, "B N"], similarity: Float[Array, "B N"], count: int
+  cache: Cache, votes: Float[Array, "B N"], similarity: Float[Array, "B N"], count: int, ballot: str
 ) -> Float[Array, "B N"]:
-  """Votes of the layers below and of this one: its head's score, for its `count` best blocks."""
-  mine = retrieval.ranks(cache, [similarity], forces=False) < min(count, similarity.shape[1])
-  return votes + jnp.where(mine, cache.rows["score"][:, None], 0.0)
+  """Votes of the layers below and of this one: its head's score, for its `count` best blocks.
+
+  With the ballot "rank" the block of rank r, from 0 on, gets the part 1 − r / count of it: later
+  heads that agree on their first ones overturn what earlier ones found in passing.
+  """
+  rank = retrieval.ranks(cache, [similarity], forces=False)
+  score = cache.rows["score"][:, None] * (1 - rank / count if ballot == "rank" else 1.0)
+  return votes + jnp.where(rank < min(count, similarity.shape[1]), score, 0.0)
 
 
 def some(votes: Float[Array, "B N"]) -> Float[Array, "B N"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, OwnRows
+from kvjax.core.context import At, Carry, Env, OwnRows
 from kvjax.core.fields import bound, expect, least, one_of
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended
@@ -19,7 +19,7 @@ from kvjax.core.traits import Stream, Traits
 from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed
 from kvjax.methods.ltri import evidence, spans, vectors
-from kvjax.methods.ltri.vectors import MODES
+from kvjax.methods.ltri.vectors import INDICES, MODES
 from kvjax.ops import offload
 from kvjax.primitives.softmax_state import State
 
@@ -38,9 +38,10 @@ class Ltri(Streamed, moves=("divide",)):
   """Divides the context into spans by its own attention, and retrieves blocks by their spans.
 
   The map of a block is what its queries give to its keys, as probabilities over everything they
-  attend to, summed over heads. Its spans are the triangles of largest sum above a threshold,
-  thinned out by non-maximum suppression (§3.2). Each has index vectors, the more the less the rest
-  of the block knows of it: the keys of its tokens that gathered most votes from the window (§3.3).
+  attend to, less a threshold of each head, summed over heads. Its spans are the triangles of
+  largest sum, thinned out by non-maximum suppression (§3.2). Each has index vectors, the more the
+  less the rest of the block knows of it: the keys of its tokens that gathered most votes from the
+  window (§3.3).
   A chunk's queries are divided into spans by the chunk's attention to itself, and the similarity of
   two spans is Σ_m Σ_n q[m]·k[n] over their vectors (Eq. 8), of two blocks that of their best spans
   (Eq. 9). As this is (Σ_m q[m])·(Σ_n k[n]), a span is kept as the sum of its vectors, in float32.
@@ -68,9 +69,11 @@ class Ltri(Streamed, moves=("divide",)):
     init_tokens, local, block, retrieved, chunk, held, inject: as in `Streamed`.
     spans: C, spans per block (4; RULER 6).
     vectors: M, index vectors per block at most (12; RULER 24).
+    index: the vectors of a span: "dynamic", keys of most votes, as many as Eq. 7 says; "static", as
+      many in every span, M / C; "mean", the mean of all of its keys.
     rate: λ of Eq. 7, one for every layer, the last for all further ones.
     ratio: neighbours that r_a is taken over: "row", "col" or "rowcol".
-    quantile: of the map's lower triangle that is θ, one for every layer as `rate`.
+    quantile: of the lower triangle of each head's map that is its θ, one for every layer as `rate`.
     overlap: φ, largest intersection over union of two spans, one for every layer as `rate`.
     last: Q, last tokens of a turn, which are read as a chunk of their own; 0: none.
     heads: retrieval heads as (layer, query head, score), at most one per layer; None: in every
@@ -78,6 +81,10 @@ class Ltri(Streamed, moves=("divide",)):
     persistent: whether decoding goes on with the blocks of the last chunk; else every token
       retrieves as a span of one vector.
     voting: whether the layers below have a say.
+    ballot: a head's vote for each of its blocks: its "score" (§3.5), or by "rank" a part of it that
+      falls from the best block to the last.
+    from_top: whether decoding goes on, in every layer, with the blocks that the top one retrieved
+      for the last chunk of a turn: layers below the first retrieval head have none of their own.
     prefetch: whether layers with a retrieval head fetch what has most votes before their own
       queries are known, beside the layer below where the device runs both at once, and then what is
       still missing; layers without one do so anyway. Results are the same.
@@ -87,6 +94,7 @@ class Ltri(Streamed, moves=("divide",)):
   vectors: int = 12
   rate: tuple[float, ...] = _each(math.inf, (20.0, 20.0, 20.0, 20.0, 3.0))
   ratio: str = one_of(MODES, "row")
+  index: str = one_of(INDICES, "dynamic")
   quantile: tuple[float, ...] = _each(1, (0.9,))
   overlap: tuple[float, ...] = _each(1, (0.1,))
   last: int = least(0, 32)
@@ -95,11 +103,15 @@ class Ltri(Streamed, moves=("divide",)):
   )
   persistent: bool = True
   voting: bool = True
+  ballot: str = one_of(evidence.BALLOTS, "score")
+  from_top: bool = False
   prefetch: bool = False
 
   def __post_init__(self):
     super().__post_init__()
     expect(self, "vectors", self.vectors >= self.spans, f"{self.spans} or more")
+    kept = self.persistent and self.last > 0
+    expect(self, "from_top", kept or not self.from_top, "False without persistent or last")
 
   @property
   def traits(self) -> Traits:
@@ -139,7 +151,7 @@ class Ltri(Streamed, moves=("divide",)):
     held = {
       **{name: Leaf("rows", fill=_of(values, layer)) for name, values in each.items()},
       "score": Leaf("rows", fill=1.0 if head is None else head[1]),
-      "map": Leaf("rows", (self.block, self.block)),
+      "map": Leaf("heads", (spec.groups, self.block, self.block)),
       "spans": Leaf("rows", (ring, *spans)),
       "found": own("rows", "spans", spec.batch, blocks, *spans),
     }
@@ -175,7 +187,7 @@ class Ltri(Streamed, moves=("divide",)):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return vectors.packed(*self.divide(cache, maps, None))
+      return vectors.packed(*self.divide(at, cache, maps, None))
 
     if tokens > 1 or offload.on_host():  # a GPU's host would wait for an answer, which costs more
       found = divided(maps)
@@ -188,22 +200,27 @@ class Ltri(Streamed, moves=("divide",)):
     into = jnp.where(whole, slots.remainder(block, ring), ring)
     known = slots.overlaid(cache.rows["spans"], into, found)
     newest = jnp.clip(slots.quotient(end - self.init_tokens, self.block) - first, 0, blocks - 1)
-    newest = jnp.take_along_axis(maps, newest[:, None, None, None], 1, mode="clip")[:, 0]
-    return cache.put(rows={"spans": known, "map": newest})
+    newest = jnp.expand_dims(newest, range(1, maps.ndim))
+    newest = jnp.take_along_axis(maps, newest, 3, mode="clip")[:, :, :, 0]
+    return cache.put(rows={"spans": known}, heads={"map": newest})
 
   def divide(
-    self, cache: Cache, maps: Float[Array, "B E U U"], length: Int[Array, "B E"] | None
+    self, at: At, cache: Cache, maps: Float[Array, "B K G E U U"], length: Int[Array, "B E"] | None
   ) -> tuple[Int[Array, "B E C"], Int[Array, "B E C"], Int[Array, "B E C"], Float[Array, "B E C"]]:
     """Starts, stops, numbers of vectors, and r_a of each map's spans, by the layer's settings."""
-    rate, quantile, overlap = (cache.rows[n][:, None] for n in ("rate", "quantile", "overlap"))
-    start, stop = spans.divide(maps, quantile, overlap, self.spans, length)
-    ratio = vectors.ratios(maps, start, stop, self.ratio)
-    count = vectors.vector_counts(stop - start, ratio, rate, self.vectors // self.spans)
+    rate, overlap = (cache.rows[name][:, None] for name in ("rate", "overlap"))
+    every, theta = spans.summed(at, maps, cache.rows["quantile"], length)
+    start, stop = spans.divide(every, theta, overlap, self.spans, length)
+    ratio, size = vectors.ratios(every, start, stop, self.ratio), stop - start
+    if self.index == "dynamic":
+      count = vectors.vector_counts(size, ratio, rate, self.vectors)
+    else:
+      count = vectors.static_counts(size, self.vectors if self.index == "static" else self.spans)
     return start, stop, count, ratio
 
   def _maps(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, attended: Attended, *where: Array
-  ) -> Float[Array, "B E U U"]:
+  ) -> Float[Array, "B K G E U U"]:
     """Maps of the blocks of tokens `pos` [B, E, U], of which those of [start, end) are new."""
     (pos, start, end), size = where, cache.size
     flat = pos.reshape(pos.shape[0], -1)
@@ -219,7 +236,8 @@ class Ltri(Streamed, moves=("divide",)):
     k = spans.cut(slots.take(near["k"], slot), 2, blocks)
     maps = spans.maps_of(at, k, State(q, m, l), asks.reshape(pos.shape))
     # Rows of tokens that came before, all of them in the first block.
-    return jnp.where((pos < start[:, None, None])[..., None], cache.rows["map"][:, None], maps)
+    before = (pos < start[:, None, None])[:, None, None, ..., None]
+    return jnp.where(before, cache.heads["map"][:, :, :, None], maps)
 
   def summarise(
     self,
@@ -236,8 +254,7 @@ class Ltri(Streamed, moves=("divide",)):
     found = jnp.take_along_axis(rows["spans"], place, 1, mode="clip")
     start, stop, count, _ = vectors.unpacked(found)
     every = at.sum_heads(votes.sum(1))  # Eq. 6; the mean over a group ranks as its sum does
-    chosen = retrieval.elect(every, vectors.inside(start, stop, self.block), count)
-    weight = chosen.astype(jnp.float32)
+    weight = vectors.weights(every, start, stop, count, self.index)
     b = jnp.arange(block.shape[0])[:, None]
     found = rows["found"].of["spans"].at[b, block].set(found, mode="drop")
     cache = cache.put(rows={"found": OwnRows({"spans": found})})
@@ -294,9 +311,8 @@ class Ltri(Streamed, moves=("divide",)):
     if k is None:  # one token: a span of one vector
       return turned, jnp.ones(qpos.shape, bool)
     maps, votes, length = evidence.chunk_maps(at, q, k, qpos, self.block)
-    start, stop, count, _ = self.divide(cache, maps, length)
-    chosen = retrieval.elect(votes, vectors.inside(start, stop, self.block), count)
-    return evidence.sums_of(turned, chosen)
+    start, stop, count, _ = self.divide(at, cache, maps, length)
+    return evidence.sums_of(turned, vectors.weights(votes, start, stop, count, self.index))
 
   def choose(
     self, at: At, cache: Cache, similarity: Float[Array, "B N"] | None, carry: Carry
@@ -311,9 +327,33 @@ class Ltri(Streamed, moves=("divide",)):
       return retrieval.best(cache, [similarity], self.retrieved), carry
     votes = jnp.zeros_like(similarity) if votes is None else votes
     if _indexes(cache):
-      votes = evidence.voted(cache, votes, similarity, self.retrieved)
+      votes = evidence.voted(cache, votes, similarity, self.retrieved, self.ballot)
     carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
     return retrieval.best(cache, [evidence.some(votes), similarity], self.retrieved), carry
+
+  # ---- after the last chunk
+
+  def _form(self, move: str) -> Any:
+    """No layer waits for the others where none needs to."""
+    return Streamed.conclude if move == "conclude" and not self.from_top else super()._form(move)
+
+  def conclude(self, env: Env, caches: tuple[Any, ...], valid: Int[Array, " B"]) -> tuple[Any, ...]:
+    """Has every layer hold the top one's blocks once the end of a turn was read (`from_top`).
+
+    Pieces before it may be as short. What they hold is not used: the next one retrieves anew.
+    """
+    if not self.from_top:
+      return caches
+    ends, top = (valid > 0) & (valid <= self.last), retrieval.kept(caches[-1])
+    return tuple(
+      retrieval.hold(
+        self.at(env, layer),
+        cache,
+        jnp.where(ends[:, None], top, retrieval.kept(cache)),
+        self.block,
+      )
+      for layer, cache in enumerate(caches)
+    )
 
 
 def _indexes(cache: Cache) -> bool:

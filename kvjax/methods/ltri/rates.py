@@ -1,5 +1,6 @@
 """The rate λ of index vectors by a compression ratio that is asked for (Ltri-LLM, 3.3.2)."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.core.cache import Cache
@@ -18,8 +19,7 @@ def measured_spans(cache: Cache, row: int) -> tuple[np.ndarray, np.ndarray]:
 
 def vectors_at(length: np.ndarray, ratio: np.ndarray, rate: float, most: int) -> np.ndarray:
   """Index vectors that each span would have at another λ (Eq. 7), from `measured_spans`."""
-  count = np.clip(np.ceil(length * np.exp(-rate * (1 - np.float64(ratio)))), 1, most)
-  return np.where(length > 0, count, 0).astype(int)
+  return np.asarray(vectors.vector_counts(jnp.asarray(length), jnp.asarray(ratio), rate, most))
 
 
 def calibrated_rate(
@@ -27,7 +27,7 @@ def calibrated_rate(
   tokens_per_vector: float | int,
   *,
   block: int = 128,
-  most: int = 3,
+  most: int = 12,
 ) -> float:
   """The smallest λ of one layer at which blocks are compressed as far as is asked for (§3.3.2).
 
@@ -37,14 +37,13 @@ def calibrated_rate(
     samples: `measured_spans` of the layer, one pair for each context.
     tokens_per_vector: target compression ratio.
     block: tokens per block.
-    most: vectors per span at most, vectors // spans.
+    most: vectors per block at most.
 
   Raises:
     ValueError: no λ gets there: every span keeps one vector.
   """
-  length = np.concatenate([a.reshape(-1) for a, _ in samples])
-  ratio = np.concatenate([b.reshape(-1) for _, b in samples])
-  tokens = block * sum(len(a) for a, _ in samples)
+  length, ratio = (np.concatenate(each) for each in zip(*samples, strict=True))
+  tokens = block * len(length)
 
   def reaches(rate: float) -> bool:
     return tokens >= tokens_per_vector * int(vectors_at(length, ratio, rate, most).sum())

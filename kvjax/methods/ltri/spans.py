@@ -1,7 +1,7 @@
 """Semantic spans of a block, read from its attention map (Ltri-LLM §3.2, App. E).
 
-A map A [U, U] holds what the U queries of a block (rows) give to its U keys (columns), summed over
-heads; it is lower triangular. A span is a run of tokens [start, stop) of the block; where there are
+A map A [U, U] holds what the U queries of a block (rows) give to its U keys (columns); it is lower
+triangular. A span is a run of tokens [start, stop) of the block; where there are
 fewer than asked for, start = stop = 0. Leading axes are arbitrary.
 """
 
@@ -19,19 +19,17 @@ from kvjax.primitives.softmax_state import State
 
 def maps_of(
   at: At, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
-) -> Float[Array, "B E U U"]:
-  """Probability that each query of a block gives to each of its keys (Eqs. 1 to 3).
+) -> Float[Array, "B K G E U U"]:
+  """Probability that each query of a block gives to each of its keys (Eqs. 1 to 3), head by head.
 
-  Summed over all heads. `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m
-  and l.
+  `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m and l.
   """
   logits = jnp.einsum("bkgeuh,bkevh->bkgeuv", asked.o, k, preferred_element_type=jnp.float32)
   logits = softmax_state.capped(logits * k.shape[-1] ** -0.5, at.env.soft_cap)
   token = jnp.arange(asks.shape[-1])
   ok = asks[..., None] & (token <= token[:, None])  # P (Eq. 2)
   logits = jnp.where(ok[:, None, None], logits, -jnp.inf)
-  maps = softmax_state.probabilities(asked, logits).sum(2)
-  return at.sum_heads(maps.sum(1))
+  return softmax_state.probabilities(asked, logits)
 
 
 def threshold(
@@ -152,9 +150,22 @@ def _better(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
   return tuple(jax.lax.select(first, x, y) for x, y in zip(a, b, strict=True))
 
 
+def summed(
+  at: At,
+  maps: Float[Array, "B K G E U U"],
+  quantile: Float[Array, " B"],
+  length: Int[Array, "B E"] | None,
+) -> tuple[Float[Array, "B E U U"], Float[Array, "B E"]]:
+  """Σ_h A_h and Σ_h θ_h, each head with a threshold of its own: Σ_h (A_h − θ_h) of Eq. 5."""
+  length = jnp.full(maps.shape[3], maps.shape[-1], jnp.int32) if length is None else length
+  length = jnp.broadcast_to(jnp.expand_dims(length, (-3, -2)), maps.shape[:4])
+  theta = threshold(maps, quantile[:, None, None, None], length)
+  return at.sum_heads(maps.sum((1, 2))), at.sum_heads(theta.sum((1, 2)))
+
+
 def divide(
   maps: Float[Array, "*batch U U"],
-  quantile: float | Float[Array, " *#batch"],
+  theta: Float[Array, " *batch"],
   overlap: float | Float[Array, " *#batch"],
   count: int,
   length: Int[Array, " *batch"] | None = None,
@@ -163,10 +174,9 @@ def divide(
 
   `length` says how many tokens of the block are real; None: all.
   """
-  size = maps.shape[-1]
-  length = jnp.full(maps.shape[:-2], size, jnp.int32) if length is None else length
-  scores = triangle_scores(maps, threshold(maps, quantile, length))
-  scores = jnp.where(jnp.arange(size) < length[..., None, None], scores, -jnp.inf)
+  scores = triangle_scores(maps, theta)
+  if length is not None:
+    scores = jnp.where(jnp.arange(maps.shape[-1]) < length[..., None, None], scores, -jnp.inf)
   return suppress(*candidates(scores), overlap, count)
 
 

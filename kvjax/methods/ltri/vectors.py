@@ -6,7 +6,10 @@ Maps and spans are those of `kvjax.methods.ltri.spans`.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.families import retrieval
+
 MODES = ("row", "col", "rowcol")
+INDICES = ("dynamic", "static", "mean")
 
 
 def inside(
@@ -52,9 +55,40 @@ def vector_counts(
   rate: float | Float[Array, " *#batch"],
   most: int,
 ) -> Int[Array, "*batch C"]:
-  """n = clip(⌈length · r_v⌉, 1, most), r_v = exp(−λ(1 − r_a)) (Eq. 7); 0 for spans of no token."""
+  """n = ⌈length · r_v⌉, r_v = exp(−λ(1 − r_a)) (Eq. 7), in a block at most M; 0 for no token.
+
+  A block whose spans would have more keeps one for each, and the other M − C are shared in
+  proportion to what they would have beyond it (the paper bounds a block, and does not say how).
+  """
   n = jnp.ceil(length * jnp.exp(-jnp.asarray(rate)[..., None] * (1 - ratio))).astype(jnp.int32)
-  return jnp.where(length > 0, jnp.clip(n, 1, most), 0)
+  one = (length > 0).astype(jnp.int32)
+  more = jnp.where(length > 0, jnp.maximum(n - 1, 0), 0)
+  total, room = (x[..., None] for x in (more.sum(-1), most - one.sum(-1)))
+  upto = jnp.cumsum(more, -1) * room // jnp.maximum(total, 1)
+  shared = jnp.diff(upto, axis=-1, prepend=0)
+  return one + jnp.where(total > room, shared, more)
+
+
+def static_counts(length: Int[Array, "*batch C"], most: int) -> Int[Array, "*batch C"]:
+  """M / C vectors for each span, as long as it has as many tokens (§3.3.1)."""
+  return jnp.minimum(length, most // length.shape[-1])
+
+
+def weights(
+  votes: Float[Array, "*batch U"],
+  start: Int[Array, "*batch C"],
+  stop: Int[Array, "*batch C"],
+  count: Int[Array, "*batch C"],
+  index: str,
+) -> Float[Array, "*batch C U"]:
+  """Weights of tokens in the sum that stands for a span: 1 for the `count` of most votes (Eq. 6).
+
+  With the index "mean", 1 / length for all of its tokens: the mean of their vectors (§3.3.1).
+  """
+  held = inside(start, stop, votes.shape[-1])
+  if index == "mean":
+    return held / jnp.maximum(stop - start, 1)[..., None].astype(jnp.float32)
+  return retrieval.elect(votes, held, count).astype(jnp.float32)
 
 
 def packed(start: Array, stop: Array, count: Array, ratio: Array) -> Float[Array, "*batch 4 C"]:

@@ -1,11 +1,12 @@
 """Labels of methods in text: a method, with settings, over another one.
 
 snapkv    snapkv:window_size=16    quantised:bits=4+snapkv    adakv:safeguard=0+kvzip
-duo_attention:pattern=gates.tsv    ltri:heads=heads.json    mymodule:Mine
+duo_attention:pattern=gates.tsv    ltri:heads=heads.json,quantile=spans.json    mymodule:Mine
 """
 
 import ast
 import dataclasses
+import functools
 import json
 import pathlib
 import re
@@ -63,7 +64,7 @@ def changed(
   known = [field.name for field in dataclasses.fields(method)]
   if unknown := sorted(set(fields) - set(known)):
     raise ValueError(f"{option}: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
-  values = {field: value_of(text, option) for field, text in fields.items()}
+  values = {field: value_of(field, text, option) for field, text in fields.items()}
   return dataclasses.replace(method, **(values | more))
 
 
@@ -82,11 +83,11 @@ def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
   return name, fields
 
 
-def value_of(text: str, option: str = "label") -> Any:
-  """A literal of Python, what a file holds, or the text itself."""
+def value_of(field: str, text: str, option: str = "label") -> Any:
+  """A literal of Python, what a file holds for the field, or the text itself."""
   path = pathlib.Path(text)
   if path.suffix in FILES:
-    return read(FILES[path.suffix], path, option)
+    return read(functools.partial(FILES[path.suffix], field=field), path, option)
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError):
@@ -114,8 +115,18 @@ def read_heads(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
     raise ValueError(f"{path}: found {error!r}, expected a file of retrieval heads") from error
 
 
+def _read_json(path: pathlib.Path, field: str) -> Any:
+  """Retrieval heads, or a number for each layer, which stand under the field's name."""
+  if field == "heads":
+    return read_heads(path)
+  try:
+    return tuple(float(x) for x in json.loads(path.read_text("utf-8"))[field])
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected numbers under {field!r}") from error
+
+
 # Values that stand in files, by how their names end.
-FILES: dict[str, Callable[[pathlib.Path], Any]] = {
-  ".tsv": lambda path: gates.pattern_of(gates.read_gates(path)),
-  ".json": read_heads,
+FILES: dict[str, Callable[..., Any]] = {
+  ".tsv": lambda path, field: gates.pattern_of(gates.read_gates(path)),
+  ".json": _read_json,
 }

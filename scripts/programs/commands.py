@@ -42,6 +42,7 @@ COMMANDS = {
     "hit-rates": "scripts.studies.hit_rates",
     "needle-recall": "scripts.studies.needle_recall",
     "plot-spans": "scripts.studies.plot_spans",
+    "span-search": "scripts.studies.span_search",
   },
 }
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}

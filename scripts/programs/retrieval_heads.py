@@ -126,6 +126,20 @@ class Args(Sizes):
   SmolLM2-135M-Instruct by default."""
 
 
+def place_of(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, list[int]]:
+  """Where a text stands first in a prompt, and its tokens.
+
+  Raises:
+    ValueError: it does not.
+  """
+  # A text is the same tokens wherever it stands after a space, or is found without one.
+  for tokens in (tokenizer.encode(f" {text}", bos=False), tokenizer.encode(text, bos=False)):
+    for start in range(len(ids)):
+      if ids[start : start + len(tokens)] == tokens:
+        return start, tokens
+  raise ValueError(f"{text}: found no such tokens in the prompt, expected the needle")
+
+
 @dataclasses.dataclass(frozen=True)
 class Sample:
   """A prompt whose text holds what has to be said after it.
@@ -150,13 +164,7 @@ class Sample:
       ValueError: its answer is not in it, as tokens.
     """
     ids = Reader(tokenizer).row(row).ids
-    # A number is the same tokens wherever it stands after a space, or is found without one.
-    for text in (f" {row.answers[0]}", row.answers[0]):
-      answer = tokenizer.encode(text, bos=False)
-      for start in range(len(ids)):
-        if ids[start : start + len(answer)] == answer:
-          return cls(ids, start, answer, row)
-    raise ValueError(f"{row.answers[0]}: found no such tokens in the prompt, expected the needle")
+    return cls(ids, *place_of(tokenizer, ids, row.answers[0]), row)
 
   def blocks(self, method: Streamed) -> list[int]:
     """The blocks that hold the answer; none where it is among the first tokens."""

@@ -30,6 +30,7 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
+from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed, injected
 from kvjax.methods import labels
 from kvjax.models.decode import by_layer
@@ -39,6 +40,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import offload
 from kvjax.programs import common, console
 from kvjax.programs.evals import fitted, needle, scores
+from kvjax.programs.evals import labels as labels_of
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import rng
 from kvjax.programs.retrieval_heads import STEPS, Sample, Sizes
@@ -51,6 +53,13 @@ ABLATION = {
   "ltri, not persistent": {"persistent": False},
   "ltri, all heads": {"heads": None},
   "ltri, no voting": {"voting": False},
+}
+VARIANTS = {
+  "ltri, votes by rank": {"ballot": "rank"},
+  "ltri, top layer's blocks": {"from_top": True},
+  "ltri, by rank, top's blocks": {"ballot": "rank", "from_top": True},
+  "ltri, static vectors": {"index": "static"},
+  "ltri, mean vectors": {"index": "mean"},
 }
 
 
@@ -69,6 +78,8 @@ class Args(Sizes):
   """Needles, each in a text of its own."""
   length: int = 8000
   """Tokens of a prompt and its answer."""
+  batch: int = 1
+  """Prompts that are answered side by side."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
   """Names of those wanted, as in the table; all by default."""
   checkpoint: common.Checkpoint = None
@@ -87,21 +98,21 @@ def contestants(args: Args) -> dict[str, kvjax.Method]:
     # Its blocks hold the needle whatever it would retrieve (Ltri-LLM, Tab. 1).
     "infllm, injected": kvjax.InfLLM(**shared, inject=min(2, args.retrieved)),
   }
-  for name, values in ABLATION.items():
+  for name, values in (ABLATION | VARIANTS).items():
     if ltri.heads is not None or "heads" not in values:
       found[name] = dataclasses.replace(ltri, **values)
   return found
 
 
 def found_on(args: Args) -> list[fitted.Fitted]:
-  """Records of what the heads were found on.
+  """Records of what heads and settings were found on.
 
   Raises:
     ValueError: they do not say.
   """
-  if args.heads is None:
-    return []
-  held = [fitted.Fitted(f"--heads {args.heads}", fitted.of(args.heads))]
+  held = [*labels_of.fitted(f"ltri:{args.settings}")]
+  if args.heads is not None:
+    held.append(fitted.Fitted(f"--heads {args.heads}", fitted.of(args.heads)))
   fitted.refuse_unknown(held, args.unknown_fit)
   return held
 
@@ -125,8 +136,8 @@ def stepper(model: Transformer, method: kvjax.Method) -> Callable:
   def step(caches: Any, logits: Any) -> Any:
     token = jnp.argmax(logits, -1).astype(jnp.int32)
     logits, caches, reports = decode(caches, token)
-    blocks = [report["retrieved"][0] for report in reports if "retrieved" in report]
-    return token, logits, caches, jnp.stack(blocks) if blocks else None
+    blocks = [report["retrieved"] for report in reports if "retrieved" in report]
+    return token, logits, caches, jnp.stack(blocks) if blocks else None  # [L, B, R]
 
   return step
 
@@ -137,53 +148,64 @@ def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: An
   return logits, offload.settled(caches), reports
 
 
-def blocks_of(cache: kvjax.Cache) -> np.ndarray:
-  """Blocks that a layer's last chunk or step retrieved, of the first row."""
-  kept = np.asarray(cache.rows["kept"][0])
-  return np.asarray(cache.rows["held"][0])[kept[kept >= 0]]
-
-
 def share(found: np.ndarray, wanted: Sequence[int]) -> float:
   """Share of the wanted blocks that were found."""
   return round(float(np.isin(wanted, found).mean()), 3)
 
 
 def answer(
-  model: Transformer, tokenizer: Tokenizer, method: kvjax.Method, sample: Sample, room: int
-) -> dict[str, Any]:
-  """Result of a method on a sample: its answer, and its recall by step and layer, if any."""
-  caches = method.init_caches(model.spec(1, room))
-  wanted = sample.blocks(method) if isinstance(method, Streamed) else []
-  if isinstance(method, Streamed) and method.inject:
-    forced = (wanted + [-1] * method.inject)[: method.inject]
-    caches = injected(caches, jnp.array([forced]))
-  tokens = common.right_padded(sample.ids, size=room - STEPS)
+  model: Transformer,
+  tokenizer: Tokenizer,
+  method: kvjax.Method,
+  samples: Sequence[Sample],
+  room: int,
+) -> list[dict[str, Any]]:
+  """Of each sample a method's answer, and its recall by layer: of the question, and by step."""
+  caches = method.init_caches(model.spec(len(samples), room))
+  streams = isinstance(method, Streamed)
+  wanted = [sample.blocks(method) if streams else [] for sample in samples]
+  if streams and method.inject:
+    forced = [(blocks + [-1] * method.inject)[: method.inject] for blocks in wanted]
+    caches = injected(caches, jnp.array(forced))
+  size = room - STEPS
+  tokens = np.concatenate([common.right_padded(sample.ids, size=size) for sample in samples])
+  lengths = np.array([len(sample.ids) for sample in samples])
   traits = method.traits
   # What forgets as it reads needs no whole prompt at once.
   chunk = CHUNK if traits.chunkable and not traits.positional else None
-  logits, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method, chunk=chunk)
-  streams = isinstance(method, Streamed)
-  asked = [share(blocks_of(cache), wanted) for cache in caches] if streams else []
-  step, said, recall = stepper(model, method), [], []
+  logits, caches = prefill(model, tokens, lengths, caches, method, chunk=chunk)
+  kept = np.stack([retrieval.kept(cache) for cache in caches]) if streams else None
+  step = stepper(model, method)
+  rows = [{"said": [], "recall": [], "live": True} for _ in samples]
   for _ in range(STEPS):
     token, logits, caches, blocks = step(caches, logits)
-    if blocks is not None:
-      recall.append([share(layer, wanted) for layer in np.asarray(blocks)])
-    if int(token[0]) in tokenizer.ends:
+    for i, row in enumerate(rows):
+      if row["live"] and blocks is not None:
+        row["recall"].append([share(layer, wanted[i]) for layer in np.asarray(blocks)[:, i]])
+      row["live"] &= int(token[i]) not in tokenizer.ends
+      row["said"] += [int(token[i])] * row["live"]
+    if not any(row["live"] for row in rows):
       break
-    said.append(int(token[0]))
-  text = " ".join(tokenizer.decode(said).split())
-  right = scores.all_found(text, sample.row) == 1
-  return {"answer": text, "right": right, "asked": asked, "recall": recall}
+  made = []
+  for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+    text = " ".join(tokenizer.decode(row["said"]).split())
+    asked = [] if kept is None else [share(layer, wanted[i]) for layer in kept[:, i]]
+    right = scores.all_found(text, sample.row) == 1
+    made.append({"answer": text, "right": right, "asked": asked, "recall": row["recall"]})
+  return made
 
 
-def row_of(method: kvjax.Method, sample: Sample, give: Callable[..., dict[str, Any]]) -> Any:
-  """The result of a method on a sample with the needle's depth; where it fails, the error."""
+def rows_of(
+  method: kvjax.Method, samples: Sequence[Sample], give: Callable[..., list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+  """The results of a method with the needles' depths; where it fails, the error."""
   try:
-    row = give(method, sample)
+    rows = give(method, samples)
   except (ArithmeticError, MemoryError, jax.errors.JaxRuntimeError) as error:
-    row = {"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}
-  return {**row, "depth": round(sample.row.about["depth"], 3)}
+    failed = {"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}
+    rows = [failed] * len(samples)
+  depths = [round(sample.row.about["depth"], 3) for sample in samples]
+  return [{**row, "depth": depth} for row, depth in zip(rows, depths, strict=True)]
 
 
 def that_retrieved(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
@@ -296,7 +318,7 @@ def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[st
 
 def main(args: Args) -> None:
   args.check()
-  common.check_numbers(args, samples=1, length=1)
+  common.check_numbers(args, samples=1, length=1, batch=1)
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")
@@ -322,13 +344,15 @@ def main(args: Args) -> None:
     fitted.check(held, TASK, SEED, [asked.row for asked in samples])
   give = lambda method, asked: answer(model, tokenizer, method, asked, room)  # noqa: E731
   with console.bar(args.samples * len(names), "answers", "answer") as bar:
-    for index, asked in enumerate(samples):
+    for start in range(0, args.samples, args.batch):
+      part = range(args.samples)[start : start + args.batch]
       for name in names:
         done = answers.setdefault(name, {})
-        if str(index) not in done:
-          done[str(index)] = row_of(methods[name], asked, give)
+        if left := [index for index in part if str(index) not in done]:
+          rows = rows_of(methods[name], [samples[index] for index in left], give)
+          done |= {str(index): row for index, row in zip(left, rows, strict=True)}
           sheets.write(path, json.dumps({"about": about, "answers": answers}))
-        bar.update(1)
+        bar.update(len(part))
       # A run that is stopped leaves its table.
       found = {name: list(answers[name].values()) for name in methods if answers.get(name)}
       text = table(found, methods, args.length - STEPS)

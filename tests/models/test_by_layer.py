@@ -13,6 +13,7 @@ from kvjax.models.decode.prefill import prefill
 from kvjax.runtime import sites
 from kvjax.testing.tiny import LENGTHS, TOKENS, Run, model
 
+HEADS_OF_FOUR = (1, 0, 0.2), (3, 5, 0.4)
 # How many programs the layers of a prompt take: of four layers, all alike but where a method asks.
 PROGRAMS = {
   "snapkv": (kvjax.SnapKV(12, window_size=4), 1),
@@ -23,7 +24,10 @@ PROGRAMS = {
   "cpe": (kvjax.settings.example(kvjax.CPE, 12), 2),
   "art over quest": (kvjax.ART(kvjax.Quest(16, page=4), splits=1), 2),
   "ltri": (kvjax.settings.example(kvjax.Ltri, 12), 1),
-  "ltri, heads": (kvjax.Ltri(2, 6, 4, 2, chunk=24, held=2, heads=((1, 0, 0.2), (3, 5, 0.4))), 2),
+  **{
+    name: (kvjax.Ltri(2, 6, 4, 2, chunk=24, held=2, heads=HEADS_OF_FOUR, from_top=from_top), 2)
+    for name, from_top in (("ltri, heads", False), ("ltri, top layer's blocks", True))
+  },
 }
 
 STREAMED = {"init_tokens": 2, "local": 8, "block": 4, "retrieved": 2, "chunk": 8, "held": 4}

@@ -76,22 +76,39 @@ def test_a_stream_in_chunks_is_the_stream_at_once(monkeypatch):
   answers = []
   for size in (needle_recall.CHUNK, 8):
     monkeypatch.setattr(needle_recall, "CHUNK", size)
-    answers.append(answer(model(), letters(), StreamingLLM(12), asked, 64))
+    answers.append(answer(model(), letters(), StreamingLLM(12), [asked], 64))
   assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
 def test_injected_blocks_are_all_found():
   """Against the same method left to itself, which does not always retrieve them."""
-  asked = Sample(TOKENS[0].tolist(), 5, TOKENS[0, 5:9].tolist(), ROW)
+  asked = [Sample(TOKENS[0].tolist(), 5, TOKENS[0, 5:9].tolist(), ROW)]
   found = {
     inject: answer(
       model(), letters(), InfLLM(2, 8, 4, 3, chunk=8, held=3, inject=inject), asked, 64
-    )
+    )[0]
     for inject in (0, 2)
   }
   assert np.shape(found[2]["recall"])[1] == 4
   assert np.mean(found[2]["recall"]) == 1 > np.mean(found[0]["recall"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("from_top", [False, True])
+def test_answers_side_by_side_are_those_of_each_alone(from_top):
+  """Of prompts of other lengths; with the top layer's blocks, all layers hold the same."""
+  heads = ((1, 0, 0.4), (2, 3, 0.6))
+  method = Ltri(2, 8, 4, 3, chunk=8, held=3, last=4, heads=heads, from_top=from_top)
+  asked = [
+    Sample(row[:n].tolist(), at, row[at : at + 4].tolist(), ROW)
+    for row, n, at in zip(TOKENS[:2], (40, 33), (5, 12), strict=True)
+  ]
+  together = answer(model(), letters(), method, asked, 64)
+  assert together == [answer(model(), letters(), method, [one], 64)[0] for one in asked]
+  for row in together:
+    assert len({*row["asked"]}) == 1 or not from_top
+    assert row["recall"] == [row["asked"]] * len(row["recall"])  # they persist
 
 
 @pytest.mark.parametrize("samples", [3, 7, 20])
@@ -131,8 +148,8 @@ def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
   with pytest.raises(ValueError, match="found nothing on what it was fitted on"):
     needle_recall.main(dataclasses.replace(args, heads=heads))
   assert not out.exists()
-  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2], "depth": 0.1}
-  monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
+  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2]}
+  monkeypatch.setattr(needle_recall, "answer", lambda *given: [told] * len(given[3]))
   more = {"methods": ("ltri",), "heads": heads, "unknown_fit": True}
   needle_recall.main(dataclasses.replace(args, **more))
   assert json.loads((out / "needles.json").read_text())["about"]["fitted"] == ["unknown"]
@@ -141,8 +158,8 @@ def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_the_full_cache_is_left_out_of_texts_beyond_its_model(monkeypatch, tmp_path, capsys):
   """It would see distances that the model never saw; the others' are bounded."""
-  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2], "depth": 0.1}
-  monkeypatch.setattr(needle_recall, "answer", lambda *_: told)
+  told = {"answer": "", "right": True, "asked": [0.5] * 2, "recall": [[0.5] * 2]}
+  monkeypatch.setattr(needle_recall, "answer", lambda *given: [told] * len(given[3]))
   monkeypatch.setattr(common, "load_model", lambda *_: (model(), letters()))
   monkeypatch.setattr(needle_recall, "sample", lambda *_: Sample([0] * 50, 20, [0] * 4, ROW))
   most = model().config.max_context
@@ -158,14 +175,14 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
   """Every answer is on disk when it is known; a second run asks for what is missing only."""
   asked = []
 
-  def count(model, tokenizer, method, sample, room):
-    asked.append((type(method).__name__, sample.start))
+  def count(model, tokenizer, method, samples, room):
+    asked.append(type(method).__name__)
     if len(asked) == 5:
       raise KeyboardInterrupt
     if len(asked) == 3:
       raise MemoryError("no room")
     told = {"answer": "", "right": len(asked) % 2 == 0}
-    return told | {"asked": [0.5, 1.0], "recall": [[0.5, 1.0]]}
+    return [told | {"asked": [0.5, 1.0], "recall": [[0.5, 1.0]]}] * len(samples)
 
   monkeypatch.setattr(needle_recall, "answer", count)
   monkeypatch.setattr(common, "load_model", lambda *a: (model(), letters()))

@@ -60,6 +60,7 @@ ARGUMENTS = {
   "sharing_study": ("FOLDER", "--length", "--steps", "--budget"),
   "beside_kvpress": ("--out", "--samples", "--length", "--alone", "--checkpoint"),
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
+  "span_search": ("OUT", "--samples", "--trials", "--window", "--settings"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),
   "bench": ("--quick", "--only", "--add", "--compare", "--fail-slower"),

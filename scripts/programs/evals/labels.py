@@ -23,6 +23,6 @@ def fitted(label: str) -> tuple[Fitted, ...]:
       path = pathlib.Path(text)
       if path.suffix in labels.FILES:
         found.append(Fitted(f"{name}:{field}={text}", labels.read(of, path, OPTION)))
-      elif field in FIELDS and labels.value_of(text, OPTION) not in UNFITTED:
+      elif field in FIELDS and labels.value_of(field, text, OPTION) not in UNFITTED:
         found.append(Fitted(f"{name}:{field}={text}", None))
   return tuple(found)

@@ -198,12 +198,13 @@ def answer(
 def rows_of(
   method: kvjax.Method, samples: Sequence[Sample], give: Callable[..., list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-  """The results of a method with the needles' depths; where it fails, the error."""
+  """Results of a method and the needles' depths; the error of a sample that fails alone, too."""
   try:
     rows = give(method, samples)
   except (ArithmeticError, MemoryError, jax.errors.JaxRuntimeError) as error:
-    failed = {"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}
-    rows = [failed] * len(samples)
+    if len(samples) > 1:
+      return [row for sample in samples for row in rows_of(method, [sample], give)]
+    rows = [{"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}]
   depths = [round(sample.row.about["depth"], 3) for sample in samples]
   return [{**row, "depth": depth} for row, depth in zip(rows, depths, strict=True)]
 

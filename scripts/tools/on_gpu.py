@@ -191,6 +191,36 @@ def stopping(length: int, stride: int, limit: int) -> dict[str, Step]:
 NEEDLES = "--heads {out}/real_heads.json --checkpoint {checkpoint}"
 # The paper's budget (Ltri-LLM, §4.1), over a text four times as long as the model's.
 LONG = "--length 131072 --init 128 --window 4096 --block 128 --retrieved 16 --chunk 512"
+BUDGET = "--init 128 --window 4096 --block 128 --retrieved 16 --chunk 512 --settings last=48"
+COPIED = "scripts/results/nvidia-h100-80gb-hbm3/real/heads.json"  # ranked by what heads copy
+
+
+def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltri_heads.json"):
+  """Needles at the paper's 6,272 tokens; parts of one folder answer the same samples."""
+  how = f"--length {length} --samples 50 --batch 5 {BUDGET} --heads {heads}"
+  where = f"{{out}}/ltri_{part} --checkpoint {{checkpoint}}"
+  return Step(f"scripts.studies.needle_recall {where} {how} --methods {names}", limit)
+
+
+WHOLE = 'ltri "ltri, by rank, top\'s blocks"'
+REPAIRS = "'ltri, votes by rank' \"ltri, top layer's blocks\" 'ltri, static vectors'"
+BESIDE = "infllm 'ltri, no voting' 'ltri, not persistent' streaming_llm full"
+LTRI = {
+  "ltri_heads": Step(
+    "kvjax.programs.retrieval_heads {out}/ltri_heads.json --checkpoint {checkpoint} "
+    f"--samples 16 --length 16384 {BUDGET}",
+    200,
+  ),
+  "ltri_spans": Step(
+    "scripts.studies.span_search {out}/ltri_spans.json --checkpoint {checkpoint} "
+    f"--samples 20 --length 8192 {BUDGET}",
+    200,
+  ),
+  **{f"ltri_{k}K": ltri(f"{k}K", k << 10, 300, WHOLE) for k in (32, 16)},
+  **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE) for k in (32, 16)},
+  **{f"ltri_{k}K_repairs": ltri(f"{k}K", k << 10, 540, REPAIRS) for k in (32, 16)},
+  **{f"ltri_{k}K_copied": ltri(f"{k}K_copied", k << 10, 300, "ltri", COPIED) for k in (32, 16)},
+}
 REAL = {
   **parts("8K", f"{FIRST} {MORE}"),
   **speeds("8K", 8192, "1024"),
@@ -264,6 +294,7 @@ REAL = {
     540,
   ),
   **parts("32K", MORE, "_more"),
+  **LTRI,
 }
 
 STEPS = {
@@ -284,6 +315,9 @@ STEPS = {
   },
   **{f"devices_{n}": Step(f"pytest {DEVICE_TESTS} {PYTEST}", 300, n) for n in (2, 4)},
   "kernels": Step(f"pytest {KERNEL_TESTS} {PYTEST}", 240),
+  "ltri_equal": Step(
+    f"pytest tests/kernels/test_offload.py tests/methods/test_ltri.py {PYTEST}", 200
+  ),
   "generate": bench("generate", limit=300),
   **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
   "cold": Step("kvjax.programs.cold --out {out}", 590),

@@ -1,5 +1,7 @@
 """Blocks outside of the device: reference and kernels against NumPy, bit for bit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,10 +234,16 @@ def test_loose_changes_nothing():
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@pytest.mark.parametrize("name", ["infllm", "ltri"])
-def test_restored_and_forked_stores_lie_on_the_host(name, tmp_path):
+@pytest.mark.parametrize(
+  "method",
+  [
+    kvjax.settings.example(kvjax.InfLLM, 16),
+    kvjax.settings.example(kvjax.Ltri, 16),
+    dataclasses.replace(kvjax.settings.example(kvjax.Ltri, 16), from_top=True),
+  ],
+)
+def test_restored_and_forked_stores_lie_on_the_host(method, tmp_path):
   """And decoding goes on from them as from those that they were copied from."""
-  method = kvjax.settings.example(kvjax.METHODS[name], 16)
   spec = tiny.model().spec(2, 64)
   state = prefill(tiny.model(), tiny.TOKENS[:, :23], tiny.LENGTHS, method.init_caches(spec), method)
   path = save(tmp_path / "x", *state, method, spec)

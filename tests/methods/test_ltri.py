@@ -114,7 +114,7 @@ class LtriOracle(Oracle):
       chosen = own
     else:
       for rank, b in enumerate(own):
-        part = 1 - rank / self.m.retrieved if self.m.ballot == "rank" else 1.0
+        part = 1 / (1 + rank) if self.m.ballot == "rank" else 1.0
         votes[b] = votes.get(b, 0.0) + part * (self.head[1] if self.head else 1.0)
       chosen = sorted(votes, key=lambda b: (-votes[b], -score[b], b))
     return (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
@@ -149,7 +149,7 @@ CASES = {
   ("name", "impl", "cap"),
   [
     *((name, "reference", None) for name in CASES),
-    ("retrieval heads", "pallas", None),
+    *((name, "pallas", None) for name in ("retrieval heads", "blocks of the top layer")),
     ("all heads", "reference", 2.0),
     ("all heads", "pallas", 2.0),
   ],

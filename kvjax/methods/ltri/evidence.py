@@ -115,11 +115,11 @@ def voted(
 ) -> Float[Array, "B N"]:
   """Votes of the layers below and of this one: its head's score, for its `count` best blocks.
 
-  With the ballot "rank" the block of rank r, from 0 on, gets the part 1 − r / count of it: later
-  heads that agree on their first ones overturn what earlier ones found in passing.
+  With the ballot "rank" its r-th best block gets score / r: later heads that agree on their first
+  ones overturn what earlier ones found in passing.
   """
   rank = retrieval.ranks(cache, [similarity], forces=False)
-  score = cache.rows["score"][:, None] * (1 - rank / count if ballot == "rank" else 1.0)
+  score = cache.rows["score"][:, None] / (1 + rank if ballot == "rank" else 1)
   return votes + jnp.where(rank < min(count, similarity.shape[1]), score, 0.0)
 
 

@@ -81,8 +81,8 @@ class Ltri(Streamed, moves=("divide",)):
     persistent: whether decoding goes on with the blocks of the last chunk; else every token
       retrieves as a span of one vector.
     voting: whether the layers below have a say.
-    ballot: a head's vote for each of its blocks: its "score" (§3.5), or by "rank" a part of it that
-      falls from the best block to the last.
+    ballot: a head's vote for each of its blocks: its "score" (§3.5), or by "rank" score / r for the
+      r-th best.
     from_top: whether decoding goes on, in every layer, with the blocks that the top one retrieved
       for the last chunk of a turn: layers below the first retrieval head have none of their own.
     prefetch: whether layers with a retrieval head fetch what has most votes before their own

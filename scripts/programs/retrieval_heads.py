@@ -53,6 +53,7 @@ from kvjax.programs.evals.task import Row
 
 TASK, SHAPE = "needle", needle.SHAPES["niah_single_2"]
 STEPS = 16  # longest answer
+LEAST = {"window": 1, "init": 0, "block": 1, "retrieved": 1, "chunk": 1}  # of sizes
 Ltri = TypeVar("Ltri", bound=kvjax.Ltri)
 
 
@@ -72,37 +73,6 @@ class Sizes:
   """Tokens read at a time."""
   settings: str = ""
   """Settings of Ltri-LLM as in a label: Q, C, M and Ω are last=48,spans=6,vectors=24,ratio=col."""
-
-  def check(self) -> None:
-    common.check_numbers(self, window=1, init=0, block=1, retrieved=1, chunk=1)
-
-  def shared(self) -> dict[str, int]:
-    """Settings that all methods with a store have."""
-    sizes = {"init_tokens": self.init, "local": self.window, "block": self.block}
-    return sizes | {"retrieved": self.retrieved, "chunk": self.chunk, "held": 2 * self.retrieved}
-
-  def ltri(self, cls: type[Ltri] = kvjax.Ltri, **more: Any) -> Ltri:
-    """Ltri-LLM with these settings, and more."""
-    _, fields = labels.parts(f"ltri:{self.settings}", "--settings")
-    method = cls(**self.shared(), rate=(20.0,) * 4 + (3.0,))
-    return labels.changed(method, fields, "--settings", "ltri", **more)
-
-  def depths(self, length: int, samples: int, draw: random.Random) -> list[float]:
-    """Depths of needles: even over what is retrieved or missed, any beginning of them spread.
-
-    That is what stands after the first tokens, and leaves the window before the question.
-
-    Raises:
-      ValueError: nothing does.
-    """
-    near, far = self.init, length - self.window - 3 * self.block - STEPS
-    if far <= near:
-      raise ValueError(
-        f"--length: found {length}, expected more than {near} first tokens, a window of "
-        f"{self.window} and 3 blocks"
-      )
-    places = haystack.spread(range(samples), draw)
-    return [(near + (far - near) * (place + 0.5) / samples) / length for place in places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +94,36 @@ class Args(Sizes):
   checkpoint: common.Checkpoint = None
   """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
   SmolLM2-135M-Instruct by default."""
+
+
+def streamed(args: Sizes) -> dict[str, int]:
+  """Settings that all methods with a store have."""
+  sizes = {"init_tokens": args.init, "local": args.window, "block": args.block}
+  return sizes | {"retrieved": args.retrieved, "chunk": args.chunk, "held": 2 * args.retrieved}
+
+
+def ltri(args: Sizes, cls: type[Ltri] = kvjax.Ltri, **more: Any) -> Ltri:
+  """Ltri-LLM with these settings, and more."""
+  _, fields = labels.parts(f"ltri:{args.settings}", "--settings")
+  return labels.changed(cls(**streamed(args)), fields, "--settings", "ltri", **more)
+
+
+def depths(args: Sizes, length: int, samples: int, draw: random.Random) -> list[float]:
+  """Depths of needles: even over what is retrieved or missed, any beginning of them spread.
+
+  That is what stands after the first tokens, and leaves the window before the question.
+
+  Raises:
+    ValueError: nothing does.
+  """
+  near, far = args.init, length - args.window - 3 * args.block - STEPS
+  if far <= near:
+    raise ValueError(
+      f"--length: found {length}, expected more than {near} first tokens, a window of "
+      f"{args.window} and 3 blocks"
+    )
+  places = haystack.spread(range(samples), draw)
+  return [(near + (far - near) * (place + 0.5) / samples) / length for place in places]
 
 
 def place_of(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, list[int]]:
@@ -314,9 +314,9 @@ def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
   Raises:
     ValueError: nothing does.
   """
-  depths = args.depths(args.length, args.samples, FITTING.rng(TASK, args.seed, -1))
+  every = depths(args, args.length, args.samples, FITTING.rng(TASK, args.seed, -1))
   count, samples = Reader(tokenizer).count, []
-  for index, depth in enumerate(depths):
+  for index, depth in enumerate(every):
     draw = FITTING.rng(TASK, args.seed, index)
     sizes = {"length": args.length, "max_new_tokens": STEPS}
     row = needle.build(count, SHAPE, **sizes, draw=draw, depth=depth, stream=FITTING)
@@ -348,9 +348,8 @@ def _key(row: Row) -> str:
 
 
 def main(args: Args) -> None:
-  args.check()
-  common.check_numbers(args, samples=1, length=1)
-  method = args.ltri(Asking, heads=None)
+  common.check_numbers(args, **LEAST, samples=1, length=1)
+  method = ltri(args, Asking, heads=None)
   model, tokenizer = common.load_model(args.checkpoint)
   samples = needles(tokenizer, args)
   found = recall(model, samples, method)

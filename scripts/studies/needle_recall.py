@@ -43,7 +43,7 @@ from kvjax.programs.evals import fitted, needle, scores
 from kvjax.programs.evals import labels as labels_of
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import rng
-from kvjax.programs.retrieval_heads import STEPS, Sample, Sizes
+from kvjax.programs.retrieval_heads import LEAST, STEPS, Sample, Sizes, depths, ltri, streamed
 from scripts.studies import sheets
 
 TASK, SEED = "needle", 0  # whose texts, keys and numbers these are
@@ -89,8 +89,8 @@ class Args(Sizes):
 
 def contestants(args: Args) -> dict[str, kvjax.Method]:
   """The methods by the names that the table gives them, at one budget."""
-  shared, budget = args.shared(), args.init + args.window + args.retrieved * args.block
-  ltri = args.ltri(heads=None if args.heads is None else labels.read_heads(args.heads))
+  shared, budget = streamed(args), args.init + args.window + args.retrieved * args.block
+  whole = ltri(args, heads=None if args.heads is None else labels.read_heads(args.heads))
   found: dict[str, kvjax.Method] = {
     "full": kvjax.Full(),
     "streaming_llm": kvjax.StreamingLLM(budget),
@@ -99,8 +99,8 @@ def contestants(args: Args) -> dict[str, kvjax.Method]:
     "infllm, injected": kvjax.InfLLM(**shared, inject=min(2, args.retrieved)),
   }
   for name, values in (ABLATION | VARIANTS).items():
-    if ltri.heads is not None or "heads" not in values:
-      found[name] = dataclasses.replace(ltri, **values)
+    if whole.heads is not None or "heads" not in values:
+      found[name] = dataclasses.replace(whole, **values)
   return found
 
 
@@ -119,10 +119,10 @@ def found_on(args: Args) -> list[fitted.Fitted]:
 
 def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
   """Number `index`, at a depth of its own."""
-  depths = args.depths(args.length, args.samples, rng("needle depths", SEED, args.samples))
+  every = depths(args, args.length, args.samples, rng("needle depths", SEED, args.samples))
   draw, count = rng(TASK, SEED, index), Reader(tokenizer).count
   sizes = {"length": args.length, "max_new_tokens": STEPS}
-  return Sample.of(tokenizer, needle.build(count, **sizes, draw=draw, depth=depths[index]))
+  return Sample.of(tokenizer, needle.build(count, **sizes, draw=draw, depth=every[index]))
 
 
 def stepper(model: Transformer, method: kvjax.Method) -> Callable:
@@ -205,8 +205,8 @@ def rows_of(
     if len(samples) > 1:
       return [row for sample in samples for row in rows_of(method, [sample], give)]
     rows = [{"answer": "", "right": False, "asked": [], "recall": [], "failed": repr(error)}]
-  depths = [round(sample.row.about["depth"], 3) for sample in samples]
-  return [{**row, "depth": depth} for row, depth in zip(rows, depths, strict=True)]
+  stood = [round(sample.row.about["depth"], 3) for sample in samples]
+  return [{**row, "depth": depth} for row, depth in zip(rows, stood, strict=True)]
 
 
 def that_retrieved(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
@@ -318,8 +318,7 @@ def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[st
 
 
 def main(args: Args) -> None:
-  args.check()
-  common.check_numbers(args, samples=1, length=1, batch=1)
+  common.check_numbers(args, **LEAST, samples=1, length=1, batch=1)
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")

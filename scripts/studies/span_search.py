@@ -1,13 +1,14 @@
-"""Search thresholds of Ltri-LLM's spans, θ and φ, for each layer of a model (§5, Tabs. 6 and 7).
+"""Search the thresholds θ and φ of Ltri-LLM's spans, layer by layer.
 
     kvjax span-search spans.json
     kvjax needle-recall OUT --settings quantile=spans.json,overlap=spans.json
 
-For every layer `trials` pairs are drawn uniformly, θ from (0.0001, 0.95) as a quantile of each
-head's map, φ from (0.01, 0.95). Kept is the pair with the highest F1 between the tokens of all
-spans that overlap with a needle's sentence and the sentence's own, mean over texts. Texts, keys and
-numbers are of those that no test uses, and the file records them. A sentence lies in one block, at
-a random place in it, as where the paper restricts needles to one (Fig. 8).
+As the paper did for its Tabs. 6 and 7 (§5), `trials` pairs are drawn uniformly for every layer: θ
+from (0.0001, 0.95), a quantile of each head's map, φ from (0.01, 0.95). Kept is the pair with the
+highest F1 between the tokens of all spans that overlap with a needle's sentence and the sentence's
+own, mean over texts. Texts, keys and numbers are of those that no test uses, and the file records
+them. A sentence lies in one block, at a random place in it, as where the paper restricts needles to
+one (Fig. 8).
 
 The file is JSON: `quantile` and `overlap` by layer, `f1` of both, and `f1_before` of the settings
 that the search began from.
@@ -30,14 +31,14 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, retrieval_heads
 from kvjax.programs.evals import needle
-from kvjax.programs.retrieval_heads import Sample
+from kvjax.programs.retrieval_heads import LEAST, Sample, Sizes, ltri
 from scripts.studies import sheets
 
 THETA, PHI = (0.0001, 0.95), (0.01, 0.95)
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(retrieval_heads.Sizes):
+class Args(Sizes):
   """Finds θ and φ of every layer on needles in natural text."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
@@ -144,9 +145,8 @@ def search(found: Sequence[Evidence], method: kvjax.Ltri, args: Args) -> dict[st
 
 
 def main(args: Args) -> None:
-  args.check()
-  common.check_numbers(args, samples=1, length=1, trials=1)
-  method = args.ltri(heads=None, last=0)
+  common.check_numbers(args, **LEAST, samples=1, length=1, trials=1)
+  method = ltri(args, heads=None, last=0)
   model, tokenizer = common.load_model(args.checkpoint)
   samples = retrieval_heads.needles(tokenizer, args)
   found, draw = [], np.random.default_rng(args.seed)

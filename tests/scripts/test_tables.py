@@ -538,13 +538,12 @@ def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_pa
   }
   held = {"about": {**about, "retrieved": 2}, "answers": answers}
   path.write_text(json.dumps(held), "utf-8")
-  full, infllm, spans, every = map(_row, ltri.needles(Results(tmp_path), STREAM)[2:])
-  assert full[:2] == ["`full`", "not run: longer than its context"]
+  infllm, spans, every = map(_row, ltri.needles(Results(tmp_path), STREAM)[2:])
   assert infllm == ["`infllm`", "2 of 3 (21–94 %)", "1 of 2 (9–91 %)", "0.750", "0.222", "1.00 (1)"]
   assert spans[:2] == ["`ltri`", "withdrawn"] and every[1:3] == ["2 of 2 (34–100 %)"] * 2
   held["about"]["fitted"] = ["other speeches"]
   path.write_text(json.dumps(held), "utf-8")
-  assert _row(ltri.needles(Results(tmp_path), STREAM)[4])[1] == "1 of 1 (21–100 %)"
+  assert _row(ltri.needles(Results(tmp_path), STREAM)[3])[1] == "1 of 1 (21–100 %)"
 
 
 def test_no_test_module_imports_another():

@@ -42,6 +42,7 @@ class Ltri(Streamed, moves=("divide",)):
   largest sum, thinned out by non-maximum suppression (§3.2). Each has index vectors, the more the
   less the rest of the block knows of it: the keys of its tokens that gathered most votes from the
   window (§3.3).
+
   A chunk's queries are divided into spans by the chunk's attention to itself, and the similarity of
   two spans is Σ_m Σ_n q[m]·k[n] over their vectors (Eq. 8), of two blocks that of their best spans
   (Eq. 9). As this is (Σ_m q[m])·(Σ_n k[n]), a span is kept as the sum of its vectors, in float32.
@@ -54,7 +55,8 @@ class Ltri(Streamed, moves=("divide",)):
   Differs from the paper, or completes it: r_a is read from a figure (`vectors.ratios`); the "score
   decay" among its settings is that of InfLLM's replacement of device copies, no part of votes; the
   spans of a chunk's queries come from probabilities over the chunk alone, since what is retrieved
-  is not yet known; `quantile` and `overlap` are typical values, those that the authors' search
+  is not yet known; spans that would have more than M vectors share them in proportion; voting by
+  rank and `from_top` are additions; `quantile` and `overlap` are typical values, those that the authors' search
   found for one model are in their Tabs. 6 and 7.
 
   >>> import kvjax

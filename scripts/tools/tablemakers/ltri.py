@@ -78,7 +78,7 @@ FILE = "needles.json"
 
 
 def needles(results: Results, folder: str) -> Part:
-  """Right answers of all that were asked, and of those that everybody answered."""
+  """Right answers of all that were asked, and of those that everybody answered, of what was run."""
   if not (results.folder / folder / FILE).is_file():
     return Part()
   held = results.json(f"{folder}/{FILE}")
@@ -88,15 +88,13 @@ def needles(results: Results, folder: str) -> Part:
   rows = []
   for name in about["methods"]:
     method, comma, rest = name.partition(",")
-    row: list[Any] = ["not run", *[None] * 4]
+    if name not in answers:
+      continue
+    row: list[Any] = ["withdrawn", *[None] * 4]
     if name in kept:
       record = _record(folder, about, name, kept[name])
       row = [_right(record, kept[name], listed) for listed in (kept[name], shared)]
       row += _retrieved(record, about, name, list(kept[name].values()))
-    elif name in answers:
-      row[0] = "withdrawn"
-    elif name == "full":
-      row[0] = "not run: longer than its context"
     rows.append([f"`{method}`{comma}{rest}", *row])
   head = ["method", "right of answered", "right where all answered"]
   head += [("recall", "{:.3f}"), ("by chance", "{:.3f}"), "best layer"]

@@ -115,9 +115,10 @@ def read(
     NotImplementedError: the model is spread over several devices, or `method` is another one over a
       KVzip.
   """
+  competes = _kvzip(method).over_layers  # refused before the context is read
   how: dict[str, Any] = {"chunk": chunk, "sinks": sinks, "dtype": dtype, "on_chunk": on_chunk}
   logits, caches, scores = scored(model, tokens, lengths, instructions, **how)
-  if _kvzip(method).over_layers:
+  if competes:
     method = over_layers(method, scores, lengths)
   batch, width = np.shape(tokens)
   kept = _kvzip(method)  # a layer may get more than the context's tokens: `room` comes on top

@@ -117,10 +117,10 @@ def test_rings_name_their_victims():
   """As a victim does that is the ring's next slot, by a count from the position that closed it."""
   arrays = list(operands(6, 3, 2, 24))
   first, since = np.array([[0, 2, 6]] * 4), np.full((4, 3), 890)
-  victim = np.empty((4, 3), np.int32)
+  victim, laps = np.empty((4, 3), np.int32), 7 * 5 * 1  # whole ones, of all three rings
   for b, h in np.ndindex(4, 3):
     slot = first[b, h]
-    for _ in range(since[b, h], arrays[-2][b]):
+    for _ in range(max(0, arrays[-2][b] - since[b, h]) % laps):
       slot = slot + 1 if slot + 1 < SLOTS else first[b, h]
     victim[b, h] = slot
   assert len(set(victim[2])) == 3

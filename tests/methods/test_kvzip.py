@@ -192,7 +192,9 @@ def test_what_a_chat_puts_before_a_text_stays_and_is_not_repeated():
     assert (np.asarray(a)[:, :, :5] == 2).all() and (np.asarray(a)[:, :, 5:] < 1).all()
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
+  """Of all before anything is scored."""
+  monkeypatch.setattr(reconstruct, "_scores", None)
   ask = (TOKENS[:, :30], LENGTHS)
   with pytest.raises(TypeError, match=r"method: found SnapKV.* expected a kvjax.KVzip"):
     read(model(), *ask, SnapKV(64), ASK)

@@ -5,6 +5,8 @@ import types
 
 import jax
 
+from kvjax.runtime import drivers
+
 
 @functools.cache
 def _jitted(function, static, names):
@@ -29,3 +31,9 @@ def of(module: types.ModuleType) -> types.SimpleNamespace:
   own = {n: x for n, x in vars(module).items() if not n.startswith("_")}
   functions = {n: compiled(x) for n, x in own.items() if isinstance(x, types.FunctionType)}
   return types.SimpleNamespace(**{**own, **functions})
+
+
+def front_door(monkeypatch):
+  """Has `kvjax.prefill` and `kvjax.decode` be one program each where they are called alone, too."""
+  for name in ("read", "step"):
+    monkeypatch.setattr(drivers, name, jax.jit(getattr(drivers, name), static_argnums=0))

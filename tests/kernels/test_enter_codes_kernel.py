@@ -191,6 +191,7 @@ def test_rings_name_their_victims(bits):
   assert len(check(qkv, cache, mean, victim, bits, out, Rope.none())) == 9
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -217,6 +218,7 @@ def test_what_is_not_finite_makes_the_scale_nan(bad, dtype, bits):
         np.testing.assert_array_equal(words[b, h, slot], codes.words[b, h])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
   "rope",
   [
@@ -275,13 +277,15 @@ BASES = {
 
 
 def taken(method, impl, capacity=64, poisoned=None, steps=6):
-  """Outputs and the cache after a prompt of ragged rows and steps, one row idle in two of them."""
+  """Outputs and the cache after steps, one row idle in two of them, and the reference's prompt."""
   stream = Stream.random(11)
   stream = stream if poisoned is None else stream.poisoned(*poisoned)
-  layer = Layer(method, stream, capacity, env=Env(4, impl=impl, tile=4))
+  prompt, layer = (
+    Layer(method, stream, capacity, env=Env(4, impl=which, tile=4)) for which in ("reference", impl)
+  )
   at = np.array([22, 9])
-  layer.prefill(at)
-  outs = []
+  prompt.prefill(at)
+  layer.cache, outs = prompt.cache, []
   for step in range(steps):
     live = np.array([True, step not in (1, 2)])
     outs.append(layer.decode(at, live)[0][live])

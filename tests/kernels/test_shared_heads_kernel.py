@@ -64,6 +64,7 @@ def test_every_tile_is_dealt_once_and_all_have_as_many(tiles, programs, monkeypa
   assert max(sizes) <= -(-least // programs)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("programs", [2, 5, 23, 64])
 def test_equals_oracle(programs, dtype):

@@ -14,6 +14,7 @@ import kvjax
 from kvjax import settings
 from kvjax.runtime import front
 from kvjax.testing.layer import Layer, Stream, capped, rotate
+from tests import compiled
 
 ROWS, KV_HEADS, GROUPS, WIDTH, CAPACITY = 2, 3, 2, 16, 48
 LENGTHS = np.array([29, 17], np.int32)
@@ -357,8 +358,9 @@ def test_arguments_of_another_kind_are_named(untyped):
   jax.jit(kvjax.prefill)(scaled, q, k, v, LENGTHS)  # a number: what is static has to be hashable
 
 
-def test_what_a_cache_has_seen_is_looked_at():
+def test_what_a_cache_has_seen_is_looked_at(monkeypatch):
   """A further turn under `past = 0` would not see the first one; one past the capacity, itself."""
+  compiled.front_door(monkeypatch)
   (cache,) = made(kvjax.Full(), layers=1)
   q, k, v = plain()
   _, cache = kvjax.prefill(cache, q, k, v, LENGTHS)
@@ -382,10 +384,11 @@ def test_within_a_program_tokens_past_the_end_are_not_there(method):
   jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_parts_of_a_prompt_are_refused_where_it_has_to_be_seen_at_once():
+def test_parts_of_a_prompt_are_refused_where_it_has_to_be_seen_at_once(monkeypatch):
   """By `total`, as by `chunk` of `kvjax.models.decode.prefill`; a later turn has a total of its
   own.
   """
+  compiled.front_door(monkeypatch)
   arrays = q, k, v = plain(slice(0, 8))
   for name in ("snapkv", "kivi", "tova"):
     (cache,) = made(settings.example(kvjax.METHODS[name], 12), layers=1)

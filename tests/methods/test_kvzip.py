@@ -68,6 +68,7 @@ def rounded(x, bits):
   return low + np.rint((x - low) / step) * step
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kept_tokens_enter_as_codes(bits):
   """The tokens that KVzip keeps, rounded by hand; the logits of a question are those of these."""

@@ -30,7 +30,7 @@ TOKENS = np.random.default_rng(1).integers(0, CONFIG.vocab, (3, 151), np.int32)
 SPEC = MODEL.spec(3, 170)
 
 
-@pytest.fixture(params=["infllm", "ltri", pytest.param("ltri, all heads", marks=pytest.mark.slow)])
+@pytest.fixture(params=[pytest.param(x, marks=[pytest.mark.slow] * ("ltri" in x)) for x in METHODS])
 def method(request):
   return METHODS[request.param]
 

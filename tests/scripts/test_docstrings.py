@@ -10,6 +10,7 @@ from kvjax.methods import labels, registry
 from kvjax.models.decode import generate, prefill, sampling
 from kvjax.models.io import convert
 from scripts.examples import tiny
+from tests import compiled
 
 NAMES = {
   f"kvjax.{name}": getattr(kvjax, name)
@@ -33,6 +34,7 @@ def test_an_example_runs(name, monkeypatch):
   """Models of the examples are random; the default one here, too, which is not fetched."""
   monkeypatch.setattr(convert, "default_checkpoint", lambda: None)
   monkeypatch.setattr(convert, "load", lambda path: tiny.load())
+  compiled.front_door(monkeypatch)
   (test,) = doctest.DocTestFinder(recurse=False).find(NAMES[name], name, globs={})
   done = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test)
   assert done.attempted and not done.failed

@@ -89,6 +89,7 @@ def test_restored_caches_go_on_as_the_saved_ones(method, tmp_path):
 
 
 @pytest.mark.core(6)
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", kvjax.METHODS)
 def test_every_bit_of_every_layout_is_kept(name, dtype, tmp_path):

@@ -29,10 +29,18 @@ TOKENS = tiny_hf.tokens()[:, :CAPACITY]
 # Logits of up to 60, float32, summed in another order.
 CLOSE = 2e-4
 BY_HAND = 1e-5  # one layer: float32 against sums in float64
-CORE = ("snapkv",)
-METHODS = [
-  pytest.param(name, marks=[pytest.mark.slow] * (name not in CORE)) for name in kvjax.METHODS
-]
+# Layers with a window are no method's: the rest tries a method of each kind, and those that hand
+# something from layer to layer or count layers.
+KINDS = {*FAMILIES, "hshare", "etf", "psaw", "pyramidkv", "quantised"}
+
+
+def of_kinds(core=()):
+  """A case for every method."""
+  marks = {
+    name: [pytest.mark.slow] * (name not in core) + [pytest.mark.sweep] * (name not in KINDS)
+    for name in kvjax.METHODS
+  }
+  return pytest.mark.parametrize("name", [pytest.param(n, marks=x) for n, x in marks.items()])
 
 
 def start(method, name=GEMMA, capacity=CAPACITY, **how):
@@ -60,8 +68,7 @@ def nbytes(tree):
 # ---- what is kept
 
 
-@pytest.mark.kin
-@pytest.mark.parametrize("name", METHODS)
+@of_kinds(core=("snapkv",))
 def test_a_window_layer_keeps_its_window(name):
   """After a prompt and steps its positions are the newest 24, under a tight setting of a method."""
   method = CASES[name].tight
@@ -107,9 +114,7 @@ def test_a_step_reads_the_window_and_no_more():
 # ---- what is computed
 
 
-@pytest.mark.kin
-@pytest.mark.slow  # under gpt-oss, below
-@pytest.mark.parametrize("name", kvjax.METHODS)
+@of_kinds()  # in the core under gpt-oss, below
 def test_the_neutral_setting_equals_full(name):
   """What methods hand from layer to layer passes by the layers with a window."""
   method = settings.neutral(CASES[name].method, CAPACITY)

@@ -11,13 +11,15 @@ from tests.cover import KIN
 from tests.law_cases import CASES, FAMILIES
 
 BY_FAMILY = {
-  *("further_turns_of_the_neutral_setting_equal_full", "nan_raises_when_asked"),
-  *("nan_is_loud_and_leaves_no_trace", "chunked_prefill", "decode_loop_is_in_place"),
-  *("heads_sharded_over_two_devices", "shared_prefill", "a_second_question_on_the_same_cache"),
+  *("further_turns_of_the_neutral_setting_equal_full", "nan_is_loud_and_leaves_no_trace"),
+  *("chunked_prefill", "decode_loop_is_in_place", "room_does_not_change_the_answer"),
+  *("shared_prefill", "a_second_question_on_the_same_cache", "empty_wrapper_is_transparent"),
   *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
-  *("empty_wrapper_is_transparent", "room_does_not_change_the_answer", "dtypes_hold_under_x64"),
   "rows_enter_and_leave_a_live_batch",
 }
+# Of programs that no other law has: the core asks one method that caches and one that streams.
+ALONE = {"heads_sharded_over_two_devices", "nan_raises_when_asked", "dtypes_hold_under_x64"}
+TWO = {"full", "infllm"}
 # What some of these do on all heads together is theirs: heads of other shards have a part in it.
 HEADS_TOGETHER = {"tova", "chunkkv", "hshare", "duo_attention"}
 # Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
@@ -38,8 +40,8 @@ IN_THE_REST = {
   "pallas_equals_reference": METHODS.keys(),
   **dict.fromkeys(("neutral_setting_equals_full", "tight_setting_has_an_effect", *OF_A_RUN), KIN),
   **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
-  "heads_sharded_over_two_devices": METHODS.keys() - FAMILIES - HEADS_TOGETHER,
-  "nan_raises_when_asked": METHODS.keys() - {"full", "infllm"},  # one cached, one streamed
+  **{law: METHODS.keys() - TWO for law in ALONE},
+  "heads_sharded_over_two_devices": METHODS.keys() - TWO - HEADS_TOGETHER,
 }
 
 

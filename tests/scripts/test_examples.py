@@ -110,6 +110,7 @@ def test_generate_streams_its_text(monkeypatch, capsys):
     generate.main(dataclasses.replace(args, method="none"))
 
 
+@pytest.mark.slow
 def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
   monkeypatch.chdir(tmp_path)
   for name in ("default_checkpoint", "load"):  # which the program replaces

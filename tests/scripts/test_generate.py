@@ -53,6 +53,7 @@ def test_an_answer_that_stops_at_its_last_token_has_stopped():
     assert turn.stopped(tokenizer, tokens, limit, stop) == stopped
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("name", ["full", "snapkv", "duo_attention", "adakv", "ltri"])
 def test_bytes_used_are_those_of_tokens(name):
   """None at first, all of a row that is full; in between by the tokens that are held."""

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import itertools
 import pathlib
 import types
@@ -150,7 +151,12 @@ def takes(cls: type[Method], base: Method) -> Method:
   Raises:
     ValueError: the two do not go together, and the message says why.
   """
-  return dataclasses.replace(kvjax.settings.example(cls, BUDGET), base=base)
+  return dataclasses.replace(_example(cls), base=base)
+
+
+@functools.cache
+def _example(cls: type[Method]) -> Method:
+  return kvjax.settings.example(cls, BUDGET)
 
 
 def over(name: str) -> list[str] | None:
@@ -161,7 +167,7 @@ def over(name: str) -> list[str] | None:
     return None
   for other, base in kvjax.METHODS.items():
     with contextlib.suppress(ValueError):
-      takes(cls, kvjax.settings.example(base, BUDGET))
+      takes(cls, _example(base))
       found.append(other)
   return found
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.checkify import JaxRuntimeError
@@ -27,10 +26,7 @@ INFLLM = kvjax.settings.example(kvjax.InfLLM, 16)
 SPEC = CacheSpec(2, 64, 2, 3, 16, 4, jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def as_users_have_it(monkeypatch):
-  """Annotations are not checked, which would speak first."""
-  monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+pytestmark = pytest.mark.usefixtures("untyped")  # annotations would speak first
 
 
 def start(method=FULL, capacity=64):

@@ -357,7 +357,7 @@ def parts(name):
   return {part: tables.tablemakers.maker(part)(results).figures for part in markers.names(text)}
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith("kvjax/")])
 def test_every_number_between_markers_leads_to_its_file(name):
   """A figure's place is in its file, which has as many samples, of the same prompts and card."""
@@ -375,7 +375,7 @@ def test_every_number_between_markers_leads_to_its_file(name):
           assert record.n == held["cases"][record.place[1]]["repetitions"]
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith("kvjax/")])
 def test_times_and_scores_are_those_of_their_files(name):
   """Of figures with one record: the first number is the file's, or an even share of it."""

@@ -61,6 +61,7 @@ def answers(cache, arrays=None, told=(), **how):
   return outs, cache
 
 
+@pytest.mark.kin
 @pytest.mark.rest
 @pytest.mark.parametrize(
   ("name", "impl"),

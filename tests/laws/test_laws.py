@@ -52,7 +52,8 @@ def put_to_all(law):
   if law == "pallas_equals_reference":  # in a decoder what is shown in a layer
     for name in METHODS.keys() - FAMILIES:
       marks[name].append(pytest.mark.sweep)
-  if law == "rows_enter_and_leave_a_live_batch":  # arrays of a kind are exchanged alike
+  # Arrays of a kind are exchanged alike, and drivers of a kind look for NaN alike.
+  if law in ("rows_enter_and_leave_a_live_batch", "nan_raises_when_asked"):
     for name in KIN:
       marks[name].append(pytest.mark.sweep)
   cases = [pytest.param(name, marks=mark) for name, mark in marks.items()]

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import settings
+from kvjax.families import sliding
 from kvjax.families.sliding import Sliding
 from kvjax.families.streamed import injected
 from kvjax.methods.double_sparsity import calibrated
@@ -184,6 +185,13 @@ def test_kernels_equal_the_reference(name):
 def test_layers_of_a_kind_share_a_program():
   assert ByLayer(model("gemma3")).programs(kvjax.Full(), 2, 32, 64) == 2
   assert ByLayer(model("mistral-sliding")).programs(kvjax.Full(), 2, 32, 64) == 1
+
+
+def test_a_methods_layers_are_counted_among_themselves():
+  """Those that see everything: methods whose depth decides do not hear of the others."""
+  method = kvjax.PSAW()
+  sites = sliding.places(method, kvjax.Env(4), (24, None, 24, None))
+  assert [(at.layer, at.env.layers) for at in sites if at.top is method] == [(0, 2), (1, 2)]
 
 
 # ---- around it

@@ -34,8 +34,9 @@ def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[split_k.Pie
     ([7, 7, 7], 4),
     ([0, 0, 3, 0], 2),
     ([0, 0, 0], 5),
-    ([26, 37, 48, 59, 70, 81, 92, 103], 132),  # one row to a program
-    ([13, 19, 24, 30, 35, 41, 46, 52] * 2, 33),  # most programs cross a row's end
+    ([6, 9, 12, 15], 12),  # one row to a program
+    ([6, 9, 12, 15], 11),  # one piece too many for that
+    ([4, 5, 6, 8] * 2, 7),  # most programs cross a row's end
     ([1] * 40, 7),  # several rows to a program
   ],
 )

@@ -120,15 +120,19 @@ def probe(o: Float[Numbers, "*batch H"], dims: int = 32) -> Float[np.ndarray, "*
 
 
 def movements(
-  x: Float[Numbers, "*batch T P"],
+  x: Float[Numbers, "*batch T P"], relative: bool = False
 ) -> tuple[Float[np.ndarray, "*batch T"], Float[np.ndarray, "*batch T"]]:
-  """d_scale and d_direction of every tile (Eq. 2); ∞ at the first and where a probe is 0."""
+  """d_scale and d_direction of every tile (Eq. 2); ∞ at the first and where a probe is 0.
+
+  `relative`: d_scale over the norm of the tile's probe.
+  """
   x = np.asarray(x, np.float64)
   new, old = x[..., 1:, :], x[..., :-1, :]
-  scale = np.linalg.norm(new - old, axis=-1)
-  norms = np.linalg.norm(new, axis=-1) * np.linalg.norm(old, axis=-1)
+  scale, length = np.linalg.norm(new - old, axis=-1), np.linalg.norm(new, axis=-1)
+  norms = length * np.linalg.norm(old, axis=-1)
   turn = 1 - (new * old).sum(-1) / np.where(norms > 0, norms, 1.0)
   first = np.full((*x.shape[:-2], 1), np.inf)
+  scale = scale / np.where(length > 0, length, 1.0) if relative else scale
   scale, turn = (np.where(norms > 0, d, np.inf) for d in (scale, turn))
   return np.concatenate([first, scale], -1), np.concatenate([first, turn], -1)
 

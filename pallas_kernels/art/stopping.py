@@ -69,6 +69,7 @@ class Detector:
   phi: float | int
   patience: int
   full: bool
+  relative: bool
 
   def probed(self, columns: Array, head_dim: int) -> Array:
     """True in each column where the output is looked at: those of ⌊i·H/32⌋, i < 32, or all."""
@@ -101,7 +102,8 @@ class Detector:
     # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
     apart = moved * moved - (norm - before) * (norm - before)
     turn = apart / (2 * jnp.where(both > 0, both, 1.0))
-    return (both > 0) & (moved < self.tau) & (turn < self.phi)
+    limit = self.tau * norm if self.relative else self.tau
+    return (both > 0) & (moved < limit) & (turn < self.phi)
 
   def until_test(self, walk: Walk, chunk: int, heads: Heads) -> Array:
     """Tiles until the next test for the end: no sooner than a walk can have ended.

@@ -105,6 +105,7 @@ def walk(
   tau: float | int = 1e-5,
   phi: float | int = 1e-3,
   patience: float | int | None,
+  relative: bool = False,
   full: bool = False,
   per_head: bool = False,
   kept: int = 0,
@@ -145,6 +146,7 @@ def walk(
     tau, phi: largest movement of the probe, and largest 1 − cosine of two probes, that are stable.
     patience: stable tiles in a row that end a walk; infinity never ends it; None: nothing is looked
       at, and the result is that of infinity, of floats to the bit.
+    relative: whether tau is a share of the probe's norm.
     full: whether the probe is the whole output; else 32 of its dimensions.
     per_head: whether query heads stop one by one; else all of a KV head's at once.
     kept: first tiles of the order before whose end no walk stops.
@@ -200,7 +202,7 @@ def walk(
     raise ValueError("ring: expected with seen and without a table")
   until = None
   if patience is not None:
-    rule = Detector(tau, phi, int(min(patience, stopping.NEVER)), full)
+    rule = Detector(tau, phi, int(min(patience, stopping.NEVER)), full, relative)
     until = Stop(rule if log_ratio is None else Certificate(log_ratio), per_head, kept)
   if cut is None:
     choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)

@@ -10,7 +10,9 @@ from kvjax.testing.layer import softmax_average
 LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
 
 
-def algorithm(q, keys, values, visible, tau, phi, patience, full, per_head, kept, splits):
+def algorithm(
+  q, keys, values, visible, tau, phi, patience, full, per_head, kept, splits, relative=False
+):
   """One KV head over its keys in visiting order [tiles, T, H], of which some are visible.
 
   Returns the tiles that every query head read, in all splits together, tiles walked [splits, G],
@@ -37,6 +39,8 @@ def algorithm(q, keys, values, visible, tau, phi, patience, full, per_head, kept
         a, b = new[dims], last[g][dims]
         moved, norms = np.linalg.norm(a - b), np.linalg.norm(a) * np.linalg.norm(b)
         turn = 1 - a @ b / norms if norms > 0 else np.inf
+        if relative and norms > 0:
+          moved = moved / np.linalg.norm(a)
         if norms > 0:
           margin = min(margin, abs(moved - tau), abs(turn - phi))
         calm[g] = calm[g] + 1 if norms > 0 and moved < tau and turn < phi else 0

@@ -169,7 +169,7 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     (None, jnp.bfloat16, 128, 128, {}),
     (None, jnp.bfloat16, 64, 128, {"per_head": True, "full": True}),
     (None, jnp.float32, 128, 128, {}),
-    (None, jnp.bfloat16, 256, 256, {}),
+    (None, jnp.bfloat16, 256, 256, {"relative": True}),
     (1, jnp.bfloat16, 128, 128, {}),
     (16, jnp.float16, 96, 100, {"per_head": True}),
     (128, jnp.bfloat16, 128, 128, {}),

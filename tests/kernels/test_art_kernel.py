@@ -24,7 +24,13 @@ from tests.kernels.listed import plan
 @pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
 @pytest.mark.parametrize("unit", [1, 3, 16, 256])
 @pytest.mark.parametrize(
-  "kwargs", [{}, {"per_head": True, "full": True, "kept": 4, "patience": 2}], ids=str
+  "kwargs",
+  [
+    {},
+    {"per_head": True, "full": True, "kept": 4, "patience": 2},
+    {"relative": True, "tau": 0.4},
+  ],
+  ids=str,
 )
 def test_a_table_against_algorithm_1(unit, splits, share, kwargs):
   """Tiles at once, and in parts, which straddle the table's entries or lie within one."""
@@ -194,11 +200,17 @@ BASES = [
 @pytest.mark.core(1)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
-  "kwargs", [{"sinks": 6, "splits": 1}, {"splits": 2, "stop": "head", "probe": "full"}], ids=str
+  "kwargs",
+  [
+    {"sinks": 6, "splits": 1},
+    {"splits": 2, "stop": "head", "probe": "full"},
+    {"tau": 0.9, "relative": True, "splits": 1},
+  ],
+  ids=str,
 )
 def test_a_layer_equals_the_reference(base, kwargs):
   """Same outputs, same steps, same keys read, at every token, ragged rows, three heads a group."""
-  method = ART(base, tau=1.2, phi=0.8, patience=1, tile=4, **kwargs)
+  method = ART(base, **{"tau": 1.2, "phi": 0.8, "patience": 1, "tile": 4, **kwargs})
   stream, lengths = Stream.random(9, tokens=60, head_dim=48), [37, 22]
   layers = [
     Layer(method, stream, env=Env(4, Rope(), impl=impl, tile=4)) for impl in ("reference", "pallas")

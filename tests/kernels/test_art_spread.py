@@ -27,6 +27,7 @@ from tests.kernels.art_oracle import inputs
     {},
     {"per_head": True, "patience": 2},
     {"full": True, "kept": 9},
+    {"relative": True, "tau": 0.3},
     {"cut": Config(16, 1, 4, 1)},
   ],
   ids=str,

@@ -1,6 +1,7 @@
 """ART against Algorithm 1 in plain NumPy float64: same stops, same outputs, in every order."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -37,6 +38,8 @@ def walk(q, keys, values, sizes, method, pinned=0):
       new, old = out[g][probe], last[g][probe]
       scale = np.sqrt(((new - old) ** 2).sum())
       norms = np.sqrt((new**2).sum()) * np.sqrt((old**2).sum())
+      if method.relative and norms > 0:
+        scale = scale / np.sqrt((new**2).sum())
       turn = 1 - (new @ old) / norms if norms > 0 else np.inf
       calm[g] = calm[g] + 1 if norms > 0 and scale < method.tau and turn < method.phi else 0
       done[g] = calm[g] >= method.patience
@@ -90,6 +93,7 @@ SETTINGS = [
   {"tau": 0.5, "phi": 0.3, "patience": 2},
   {"tau": 0.4, "phi": 0.2, "patience": 1, "stop": "head"},
   {"tau": 0.6, "phi": 0.2, "patience": 1, "probe": "full", "stop": "head"},
+  {"tau": 0.5, "phi": 0.3, "patience": 1, "relative": True},
 ]
 
 
@@ -117,6 +121,24 @@ def test_first_tokens_before_the_newest_where_asked():
   layer.prefill([44])
   out, aux = layer.decode([44])
   assert out.mean() < 0.5 and np.asarray(aux["tiles"]).max() == 3
+
+
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_relative_test_does_not_ask_how_long_values_are(impl, splits):
+  """Values a thousand times as long move as much of themselves; of the paper's test all is read."""
+  stops = {}
+  for relative, scale in itertools.product((False, True), (1, 1024)):
+    stream = Stream.random(7, tokens=60)
+    stream.v[:] *= scale
+    how = {"tau": 0.6, "phi": 9, "patience": 1, "tile": 4, "splits": splits, "relative": relative}
+    layer = Layer(ART(**how), stream, env=Env(4, impl=impl, tile=4))
+    layer.prefill([37, 22])
+    stops[relative, scale] = np.asarray(layer.decode([37, 22])[1]["tiles"])
+  np.testing.assert_array_equal(stops[True, 1], stops[True, 1024])
+  every = np.array([10, 6])[:, None, None]
+  np.testing.assert_array_equal(stops[False, 1024], np.broadcast_to(every, stops[True, 1].shape))
+  assert (stops[True, 1] < every).any()
 
 
 def cut(slots, tile):

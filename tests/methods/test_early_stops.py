@@ -30,6 +30,8 @@ def test_a_walk_by_hand():
   scale, turn = early_stops.movements(walk.o)
   np.testing.assert_allclose(scale, [math.inf, 1.5, math.sqrt(1.25)])
   np.testing.assert_allclose(turn[1], 1 - 2 / 2.5)
+  share, _ = early_stops.movements(walk.o, relative=True)
+  np.testing.assert_allclose(share, [math.inf, 1.5 / 2.5, math.sqrt(1.25 / 13)])
   assert early_stops.stops(walk.o, 2, 1, 1) == 2
   assert early_stops.stops(walk.o, 1.2, 1, 1) == 3
   assert early_stops.stops(walk.o, 1.2, 1, 2) == early_stops.NEVER

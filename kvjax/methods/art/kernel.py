@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Attended, Plan
-from kvjax.methods.art import certificate
+from kvjax.methods.art import certificate, known
 from kvjax.methods.art.order import Order
 from kvjax.methods.art.splits import Walked, joined, read_by
 from kvjax.methods.art.walk import Stop
@@ -52,6 +52,19 @@ def walks(
     state, _ = plan.codes.of_keys(state)
   tiles, visited = read_by(plan, cache.size, walked, order.tile)
   return Attended(state, None, None, visited, out.astype(q.dtype)).noting(Walked(tiles))
+
+
+def known_walks(
+  at: At,
+  cache: Cache,
+  order: Order,
+  q: Float[Array, "B K G H"],
+  length: Int[Array, "B K"],
+  margin: int,
+  stop: Stop,
+) -> Attended:
+  """`known.read`."""
+  return known.read(at, cache, order, q, length, margin, stop)
 
 
 def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:

@@ -18,7 +18,7 @@ from kvjax.families import forms
 from kvjax.families.full import Full
 from kvjax.families.method import Aux, Method
 from kvjax.families.wrapper import Wrapper
-from kvjax.methods.art import certificate, kernel
+from kvjax.methods.art import certificate, kernel, known
 from kvjax.methods.art.order import Order, Traversal, tiles_of
 from kvjax.methods.art.splits import Walked, read_by, spares_half, usual_splits
 from kvjax.methods.art.walk import Stop
@@ -45,6 +45,10 @@ class ART(Wrapper):
   Caches that use their slots in turn (`kvjax.primitives.ring`) are walked by whole tiles as they
   lie: from that of the newest token down, and around; or, where slots carry a priority, from the
   last one down, for which slots are put in order once, after each prompt, tile by tile.
+
+  With a margin a walk first reads as many tiles as it took in the last step and the margin, by as
+  many programs as fill a device, and goes on from there (`kvjax.methods.art.known`). It stops no
+  sooner than without. It is ours, and asks for a base that reads all that it keeps in place.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
@@ -73,6 +77,9 @@ class ART(Wrapper):
   Attributes:
     base: the method whose plan is walked.
     tau: τ, largest movement of the probe that counts as stable.
+    relative: whether τ bounds ‖x(t) − x(t − 1)‖ / ‖x(t)‖ rather than ‖x(t) − x(t − 1)‖, as values
+      may be a hundred times as large in a model's last layers as in its first. Ours; with τ below
+      √(2φ) the test of the direction then follows from it.
     phi: φ, largest 1 − cosine of two probes that counts as stable.
     patience: p, stable tiles in a row that end the walk; infinity never ends it.
     tile: keys per step of the walk (128).
@@ -85,6 +92,8 @@ class ART(Wrapper):
     sinks: first tokens whose tiles come first over a cache that is walked from its end, whatever
       the base says of them. The paper has none (0), and pays: where attention rests on the first
       tokens, a walk that stops before them is far off (`scripts.studies.art_study`).
+    margin: tiles that are read beyond those of the last step's walk; None: walks know nothing of
+      each other.
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
@@ -99,19 +108,32 @@ class ART(Wrapper):
   stop: str = one_of(("group", "head"), "group")
   splits: int | str = bound(_fits_splits, "1 or more, 'auto' or 'fill'", "auto")
   sinks: int = least(0, 0)
+  relative: bool = False
+  margin: int | None = least(1, None)
   certify: float | None = between(0, 2, None, "[)")
 
   def __post_init__(self):
     super().__post_init__()
-    if self.certify is None:
+    if self._alone is None:
       return
-    expect(self, "splits", self.splits in ("auto", 1), "1 with certify")
-    chooses = any(forms.overrides(self.base, move) for move in ("plan", "order"))
+    expect(self, "splits", self.splits in ("auto", 1), f"1 with {self._alone}")
+    moves = "plan", "order"
+    if self.margin is not None:
+      expect(self, "margin", self.certify is None, "None with certify")
+      expect(self, "stop", self.stop == "group", "'group' with margin")
+      moves = *moves, "window", "span"
+    chooses = any(forms.overrides(self.base, move) for move in moves)
     if chooses or not self.base.traits.positional:
       raise ValueError(
-        f"{type(self).__name__}.certify: found base {self.base!r}, expected one that keeps every "
-        "token in place and selects none"
+        f"{type(self).__name__}.{self._alone}: found base {self.base!r}, expected one that keeps "
+        "every token in place and selects none"
       )
+
+  @property
+  def _alone(self) -> str | None:
+    """The setting that asks for one walk over all that a base keeps; None: neither is set."""
+    asked = {"certify": self.certify, "margin": self.margin}
+    return next((name for name, value in asked.items() if value is not None), None)
 
   @property
   def traits(self) -> Traits:
@@ -130,28 +152,37 @@ class ART(Wrapper):
     return Traversal(self.tile, self.sinks, by_tiles=turns and not own)
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    pages = {} if self.certify is None else self._pages.summaries(spec)
-    return {**self.base.leaves(spec, layer), **pages}
+    own = {} if self.certify is None else self._pages.summaries(spec)
+    if self.margin is not None:
+      own = {"walk": Leaf("heads", dtype=jnp.int32)}  # tiles of the next one's first read; 0: all
+    return {**self.base.leaves(spec, layer), **own}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
     if (traversal := self._traversal(cache)).by_tiles:
       return traversal.laid(at, cache)
+    if self.margin is not None:
+      return cache.put(heads={"walk": jnp.zeros_like(cache.heads["walk"])})
     if self.certify is None:
       return cache
     return self._pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 over the tiles of the plan in order (`order`, `walk`), in P splits (`splits`)."""
-    if self.splits == "auto" and self.certify is None:
+    if self.splits == "auto" and self._alone is None:
       tiles = tiles_of(plan, cache.size, self.tile)
       if not spares_half(tiles, self._splits(at, cache, tiles), self.patience):
         return self._read_all(at, cache, plan, q)
-    order = self._order(at, cache, plan, q)
+    order, stop = self._order(at, cache, plan, q), self._stop
+    if self.margin is not None:
+      return kernel.known_walks(at, cache, order, q, cache.heads["walk"], self.margin, stop)
     splits = self._splits(at, cache, tiles_of(order.plan, cache.size, self.tile))
-    limits = self.tau, self.phi, self.patience
-    stop = Stop(*limits, self.probe == "full", self.stop == "head", self.certify)
     return kernel.walks(at, cache, order, q, splits, stop)
+
+  @property
+  def _stop(self) -> Stop:
+    limits = self.tau, self.phi, self.patience, self.relative
+    return Stop(*limits, self.probe == "full", self.stop == "head", self.certify)
 
   def _order(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Order:
     """Order of §3.3; for a certificate, by the bounds of the rounded query."""
@@ -165,7 +196,7 @@ class ART(Wrapper):
 
   def _splits(self, at: At, cache: Cache, tiles: int) -> int:
     """P, of an order of so many tiles."""
-    if self.certify is not None:
+    if self._alone is not None:
       return 1
     batch, heads = cache.pos.shape[:2]
     if self.splits == "auto":
@@ -184,7 +215,7 @@ class ART(Wrapper):
     return attended.noting(Walked(tiles))
 
   def _form(self, move: str) -> Any:
-    if move == "observe" and self.certify is None:  # reports, and keeps nothing of its own
+    if move == "observe" and self._alone is None:  # reports, and keeps nothing of its own
       return self.base._form(move)
     return super()._form(move)
 
@@ -195,6 +226,8 @@ class ART(Wrapper):
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     if self.certify is not None:
       cache = self._pages._renewed(at, cache)
+    if (found := attended.noted(known.Found)) is not None:
+      cache = cache.put(heads={"walk": found.length})
     walked = attended.noted(Walked)
     return cache, aux if walked is None else {**aux, "tiles": walked.tiles}
 

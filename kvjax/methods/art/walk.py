@@ -17,6 +17,7 @@ from kvjax.primitives.softmax_state import State
 from kvjax.primitives.trees import pytree
 
 PROBES = 32  # m, dimensions of the output that a strided probe looks at
+NEVER = 1 << 30  # a patience that no walk exhausts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Stop:
   """Condition that ends a walk; static.
 
   Attributes:
-    tau, phi, patience, certify: as in `ART`.
+    tau, phi, patience, relative, certify: as in `ART`.
     full: whether the probe is the whole output.
     per_head: whether each query head stops by itself.
   """
@@ -32,6 +33,7 @@ class Stop:
   tau: float | int
   phi: float | int
   patience: float | int
+  relative: bool
   full: bool
   per_head: bool
   certify: float | None
@@ -42,6 +44,16 @@ class Stop:
     if self.full or size <= PROBES:
       return o
     return o[..., [i * size // PROBES for i in range(PROBES)]]
+
+  def stable(self, o: Float[Array, "B K G H"], before: Float[Array, "B K G H"]) -> Array:
+    """True where O(t) has moved little since O(t − 1); a probe of norm 0 is not stable."""
+    x, last = self.probe(o), self.probe(before)  # 6: x(t), x(t − 1)
+    scale = jnp.linalg.norm(x - last, axis=-1)  # 7: d_scale (Eq. 2)
+    norm = jnp.linalg.norm(x, axis=-1)
+    norms = norm * jnp.linalg.norm(last, axis=-1)
+    cosine = (x * last).sum(-1) / jnp.where(norms > 0, norms, 1.0)  # 8 (Eq. 2)
+    limit = self.tau * norm if self.relative else self.tau
+    return (norms > 0) & (scale < limit) & (1 - cosine < self.phi)  # 9: 1 − cos = d_direction
 
 
 @pytree()
@@ -82,13 +94,9 @@ def walk(
   """
 
   def step(walk: Walk, t: Array) -> tuple[Walk, None]:
-    logits, v, slot, ok = _load(at, cache, order, q, t)  # 4
+    logits, v, slot, ok = load(at, cache, order, q, t)  # 4
     new = softmax_state.merge(walk.state, softmax_state.of_logits(logits, v))  # 5: O(t)
-    x, last = stop.probe(new.o), stop.probe(walk.state.o)  # 6: x(t), x(t − 1)
-    scale = jnp.linalg.norm(x - last, axis=-1)  # 7: d_scale (Eq. 2)
-    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(last, axis=-1)
-    cosine = (x * last).sum(-1) / jnp.where(norms > 0, norms, 1.0)  # 8 (Eq. 2)
-    stable = (norms > 0) & (scale < stop.tau) & (1 - cosine < stop.phi)  # 9: 1 − cos = d_direction
+    stable = stop.stable(new.o, walk.state.o)  # 6–9
     counts = ok.any(-1)[..., None] & walk.going
     calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)  # 10–13: c(t) (Eq. 3)
     done = calm >= stop.patience  # 14
@@ -117,7 +125,7 @@ def walk(
   return jax.lax.scan(step, start, tiles)[0]  # 3, 17, 18
 
 
-def _load(
+def load(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], t: Int[Array, ""]
 ) -> tuple[Float[Array, "B K G T"], Array, Int[Array, "B K T"], Bool[Array, "B K T"]]:
   """Logits, values and slots of the keys of tile t, and which of them the query sees."""

@@ -1,0 +1,86 @@
+"""Known lengths, which are ours: a walk first reads as many tiles as the last step's took.
+
+The stop s of the last step and a margin m give L = s + m; after a prompt, or a walk that did not
+stop, L is everything. Tiles 0 … L − 1 of the order are read at once, as no test stands between
+them. The detector looks at the last p + 2·m of them and counts stable tiles from there: it stops
+where Algorithm 1 would have stopped, or later. If it has not stopped by tile L − 1, Algorithm 1
+goes on, tile by tile. The output is that of all tiles read; s is where the detector stopped, so
+that L falls by at most m a step, and rises as far as it must.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.core.cache import Cache
+from kvjax.core.context import At
+from kvjax.core.plan import Attended
+from kvjax.methods.art.order import Order, tiles_of
+from kvjax.methods.art.splits import Walked
+from kvjax.methods.art.walk import NEVER, Stop, load
+from kvjax.primitives import softmax_state
+
+
+class Found(NamedTuple):
+  """Note of attention: the length of the next step, int32 [B, K]; 0: everything."""
+
+  length: Array
+
+
+def tail(patience: float | int, margin: int) -> int:
+  """Last tiles of a length that the detector looks at."""
+  return int(min(patience, NEVER)) + 2 * margin
+
+
+def read(
+  at: At,
+  cache: Cache,
+  order: Order,
+  q: Float[Array, "B K G H"],
+  length: Int[Array, "B K"],
+  margin: int,
+  stop: Stop,
+) -> Attended:
+  """Attention over the first `length` tiles of an order, and on to a stop; notes `Found`.
+
+  The query heads of a KV head are stable together.
+  """
+  assert order.plan.count is not None
+  count, patience = order.plan.count, min(stop.patience, NEVER)
+  known = jnp.where(length > 0, jnp.minimum(length, count), count)  # L
+  first = known - tail(patience, margin)
+
+  def step(carry: tuple[Array, ...], t: Array) -> tuple[tuple[Array, ...], None]:
+    state, calm, end, keys = carry
+    reads = (t < count) & ((t < known) | (end == 0))
+    logits, v, _, ok = load(at, cache, order, q, t)
+    new = softmax_state.merge(state, softmax_state.of_logits(logits, v))
+    stable = stop.stable(new.o, state.o).all(-1) & (t >= first)
+    calm = jnp.where(reads, jnp.where(stable, calm + 1, 0), calm)
+    stops = reads & (calm >= patience) & (t + 1 >= order.kept) & (end == 0)
+    state = jax.tree.map(lambda a, b: jnp.where(_over(reads, a), a, b), new, state)
+    keys = keys + jnp.where(reads, ok.sum(-1, dtype=jnp.int32), 0)
+    return (state, calm, jnp.where(stops, t + 1, end), keys), None
+
+  zero = jnp.zeros(count.shape, jnp.int32)
+  start = softmax_state.empty(q.shape[:3], q.shape[-1]), zero, zero, zero
+  tiles = jnp.arange(tiles_of(order.plan, cache.size, order.tile), dtype=jnp.int32)
+  (state, _, end, keys), _ = jax.lax.scan(step, start, tiles)
+  walked = jnp.where(end > 0, jnp.maximum(known, end), count)
+  return reported(Attended(state, None, None, keys), walked, end, margin)
+
+
+def reported(
+  attended: Attended, walked: Int[Array, "B K"], end: Int[Array, "B K"], margin: int
+) -> Attended:
+  """With notes: tiles read, and the next length, of walks that stopped after `end` tiles, or 0."""
+  groups = attended.state.m.shape[2:]
+  attended = attended.noting(Walked(jnp.broadcast_to(walked[..., None], walked.shape + groups)))
+  return attended.noting(Found(jnp.where(end > 0, end + margin, 0)))
+
+
+def _over(x: Array, like: Array) -> Array:
+  """x [B, K] with the axes of `like`."""
+  return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))

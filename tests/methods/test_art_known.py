@@ -1,0 +1,121 @@
+"""Known lengths of ART's walks, against a loop in float64 and Algorithm 1's own stops."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvjax import ART, Full, Quest, SnapKV, StreamingLLM
+from kvjax.testing.layer import Layer, Stream, softmax_average
+from tests.methods.test_art import newest_tiles, walk
+from tests.oracles import keys, queries
+
+
+def known_walk(q, k, v, sizes, method, length):
+  """Outputs of G queries, tiles read, the next length, and how near a test was to its threshold."""
+  ends, p, m = np.cumsum(sizes), method.patience, method.margin
+  size = q.shape[1]
+  probe = [i * size // 32 for i in range(32)] if size > 32 and method.probe == "strided32" else ...
+  least = -(-method.sinks // method.tile)
+  known = min(length, len(sizes)) if length else len(sizes)
+  calm = stop = 0
+  margin, last = math.inf, np.zeros(q.shape)
+  for t, end in enumerate(ends):
+    if t >= known and stop:
+      break
+    out = np.stack([softmax_average(k[:end] @ x / math.sqrt(size), v[:end]) for x in q])
+    stable = t > 0
+    for new, old in zip(out[:, probe], last[:, probe], strict=True):
+      moved = np.linalg.norm(new - old) / (np.linalg.norm(new) if method.relative else 1)
+      turn = 1 - new @ old / (np.linalg.norm(new) * np.linalg.norm(old)) if t else 2
+      stable &= moved < method.tau and turn < method.phi
+      margin = min(margin, abs(moved - method.tau), abs(turn - method.phi))
+    calm = calm + 1 if stable and t >= known - p - 2 * m else 0
+    if calm >= p and not stop and t + 1 >= least:
+      stop = t + 1
+    last, read = out, t + 1
+  return last, read, stop + m if stop else 0, margin
+
+
+def first_tile_first(order):
+  def ordered(cache, b, h):
+    tiles, _ = order(cache, b, h)
+    return [tiles[-1], *tiles[:-1]], None
+
+  return ordered
+
+
+SETTINGS = [
+  {"tau": 0.8, "phi": 0.5, "patience": 2, "margin": 1},
+  {"tau": 0.5, "phi": 0.5, "patience": 1, "margin": 2, "relative": True, "sinks": 3},
+  {"tau": 0.8, "phi": 0.5, "patience": 2, "margin": 3, "probe": "full"},
+  {"tau": 0.0, "phi": 0.5, "patience": 1, "margin": 1},
+]
+
+
+@pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
+def test_known_lengths_against_a_loop(kwargs):
+  """Ragged rows, three query heads a group: outputs, tiles, next lengths; no sooner than Alg. 1."""
+  method = ART(Full(), tile=4, **kwargs)
+  order = newest_tiles(4)
+  order = first_tile_first(order) if method.sinks else order
+  stream, lengths = Stream.random(0, tokens=90, head_dim=48), [57, 30]
+  layer = Layer(method, stream, capacity=90)
+  layer.prefill(lengths)
+  shorter = longer = close = 0
+  for i in range(12):
+    at, before = [n + i for n in lengths], np.asarray(layer.cache.heads["walk"])
+    out, aux = layer.decode(at)
+    pos, tiles = np.asarray(layer.cache.pos), np.asarray(aux["tiles"])
+    after = np.asarray(layer.cache.heads["walk"])
+    for b, h in np.ndindex(*pos.shape[:2]):
+      steps, _ = order(layer.cache, b, h)
+      held = pos[b, h, [s for tile in steps for s in tile]]
+      k, q, v = keys(stream, b, h, held), queries(stream, b, h, at[b]), stream.v[b, h, held]
+      sizes = [len(tile) for tile in steps]
+      want, read, length, near = known_walk(q, k, np.float64(v), sizes, method, before[b, h])
+      if near < 1e-5:
+        close += 1
+        continue
+      assert tiles[b, h].tolist() == [read] * 3 and after[b, h] == length
+      np.testing.assert_allclose(out[b, h], want, atol=2e-5)
+      assert read >= walk(q, k, np.float64(v), sizes, method, 4 * bool(method.sinks))[1].max()
+      shorter += read < len(sizes)
+      longer += 0 < before[b, h] < read
+      assert int(aux["visited"][b, h]) == sum(sizes[:read])
+  assert close <= 2
+  if method.tau:
+    assert shorter >= 5 and longer >= 2
+  else:
+    assert not shorter
+
+
+def test_a_new_prompt_is_read_whole():
+  """Lengths are of one answer: a turn's first step reads everything."""
+  method = ART(tau=9, phi=9, patience=1, tile=4, margin=1)
+  layer = Layer(method, Stream.random(1, tokens=90), capacity=90)
+  layer.prefill([40, 30])
+  for i in range(2):
+    layer.decode([40 + i, 30 + i])
+  assert (np.asarray(layer.cache.heads["walk"]) > 0).all()
+  layer.prefill([8, 8])
+  assert (np.asarray(layer.cache.heads["walk"]) == 0).all()
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"margin": 0}, r"ART\.margin: found 0, expected 1 or more"),
+    ({"margin": 2, "certify": 0.1}, r"ART\.margin: found 2, expected None with certify"),
+    ({"margin": 2, "stop": "head"}, r"ART\.stop: found 'head', expected 'group' with margin"),
+    ({"margin": 2, "splits": 4}, r"ART\.splits: found 4, expected 1 with margin"),
+    *[
+      ({"margin": 2, "base": base}, r"ART\.margin: found base .*, expected one that keeps every")
+      for base in (SnapKV(24, window_size=4), Quest(24, 4), StreamingLLM(20))
+    ],
+  ],
+  ids=str,
+)
+def test_what_known_lengths_ask_for(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    ART(**kwargs)

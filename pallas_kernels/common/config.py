@@ -49,6 +49,7 @@ _SMALLEST = {
   "attend_table": (2, 2),
   "attend_tiles": (2, 2),
   "art": (2, 2),
+  "art_known": (2, 2),
   "speculate": (3, 2),
   "speculate_keys": (3, 2),
   "key_logits": (3, 1),

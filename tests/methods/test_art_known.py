@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kvjax import ART, Full, Quest, SnapKV, StreamingLLM
+from kvjax import ART, Env, Full, Quest, SnapKV, StreamingLLM
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.methods.test_art import newest_tiles, walk
 from tests.oracles import keys, queries
@@ -53,14 +53,15 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
-def test_known_lengths_against_a_loop(kwargs):
+def test_known_lengths_against_a_loop(kwargs, impl):
   """Ragged rows, three query heads a group: outputs, tiles, next lengths; no sooner than Alg. 1."""
   method = ART(Full(), tile=4, **kwargs)
   order = newest_tiles(4)
   order = first_tile_first(order) if method.sinks else order
   stream, lengths = Stream.random(0, tokens=90, head_dim=48), [57, 30]
-  layer = Layer(method, stream, capacity=90)
+  layer = Layer(method, stream, capacity=90, env=Env(4, impl=impl, tile=4))
   layer.prefill(lengths)
   shorter = longer = close = 0
   for i in range(12):

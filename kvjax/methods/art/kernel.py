@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.core.cache import Cache
@@ -12,15 +13,17 @@ from kvjax.core.plan import Attended, Plan
 from kvjax.methods.art import certificate, known
 from kvjax.methods.art.order import Order
 from kvjax.methods.art.splits import Walked, joined, read_by
-from kvjax.methods.art.walk import Stop
+from kvjax.methods.art.walk import NEVER, Stop
 from kvjax.ops.decode import beyond_codes, beyond_kernel, over_codes
 from kvjax.ops.table import choose, declare, kernel
 
 declare("art", pallas="kvjax.kernels.art.walk:walk")
 declare("art_quantised", pallas="kvjax.kernels.art.walk:walk")
+declare("art_known", pallas="kvjax.kernels.art.known:read", unrun=True)
 declare("art_splits", pallas="kvjax.kernels.art.walk:choose_splits")
 
 LARGEST_TILE = 256  # that the kernel takes
+LONGEST_TAIL = 62  # tiles that the kernel looks at of a known length
 
 
 def filling_splits(rows: int, length: int, tile: int) -> int:
@@ -63,13 +66,34 @@ def known_walks(
   margin: int,
   stop: Stop,
 ) -> Attended:
-  """`known.read`."""
-  return known.read(at, cache, order, q, length, margin, stop)
+  """`known.read`, by a kernel where there is one."""
+  run = _kernel(at, cache, order.plan, q, order.tile, margin, stop.patience)
+  if run is None:
+    return known.read(at, cache, order, q, length, margin, stop)
+  k, span, how = cache.slots["k"], order.plan.span, dataclasses.asdict(stop)
+  for name in ("certify", "per_head"):
+    how.pop(name)
+  how |= {"margin": margin, "sinks": span.sinks, "tile": order.tile, "kept": order.kept}
+  operands = q.astype(k.dtype), k, cache.slots["v"], span.start, span.stop, length
+  state, out, walked, end = run(*operands, **how, soft_cap=at.env.soft_cap)
+  groups = jnp.broadcast_to(walked[:, :, None, None], (*walked.shape, 1, q.shape[2]))
+  keys = read_by(order.plan, cache.size, groups, order.tile)[1]
+  attended = Attended(state, None, None, keys, out.astype(q.dtype))
+  return known.reported(attended, walked, end, margin)
 
 
-def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable | None:
+def _kernel(
+  at: At,
+  cache: Cache,
+  plan: Plan,
+  q: Array,
+  tile: int,
+  margin: int | None = None,
+  patience: float | int = 0,
+) -> Callable | None:
   """The kernel, where it does what the method needs; None: the reference."""
   operation = "art" if plan.codes is None else "art_quantised"
+  operation = operation if margin is None else "art_known"
   at = at if plan.codes is None else over_codes(at, plan.codes)
   impl = choose(operation, at.env.impl, q, cache.slots["k"])
   if impl == "reference":
@@ -77,6 +101,14 @@ def _kernel(at: At, cache: Cache, plan: Plan, q: Array, tile: int) -> Callable |
   beyond = beyond_kernel(plan, impl, logits=False, turned=False)
   if plan.codes is not None:
     beyond = beyond or beyond_codes(plan.codes)
+  if margin is not None:
+    if plan.codes is not None:
+      beyond = f"reads codes to a known length; the {impl!r} kernel reads numbers"
+    elif patience < NEVER and known.tail(patience, margin) > LONGEST_TAIL:
+      beyond = (
+        f"looks at {known.tail(patience, margin)} tiles, patience and twice the margin; the "
+        f"{impl!r} kernel looks at up to {LONGEST_TAIL}"
+      )
   if tile > LARGEST_TILE:
     beyond = f"walks tiles of {tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
   if beyond and at.env.impl == "auto":

@@ -1,0 +1,401 @@
+"""ART's walk where its length is known, about: all of it is read at once, and judged by its end.
+
+A row has the first L tiles of its order, newest first, cut into pieces that fill the device as
+those of dense decode do (`split_k`). Pieces with one of the last tiles leave their state after
+each of these, at the columns that the detector looks at. A third launch, after the join, has a
+program for each row, which looks at these tiles as Algorithm 1 does; only where it has not stopped
+by then, the program walks on by itself.
+
+Bytes: keys and values of the tiles read; of each of the last ones the probe, 4·G·32.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from kvjax.kernels.art import ordering, reading, stopping
+from kvjax.kernels.art.stopping import NEVER, PROBES, Detector, Stop
+from kvjax.kernels.art.walk import choose_cut
+from kvjax.kernels.common import backend, devices, split_k, tiling
+from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode.dense import check
+from kvjax.primitives.softmax_state import State
+
+MAX_TAIL = 62  # tiles that the detector looks at, and one before
+JOINED = 16  # partial states joined per step, at the probe's columns
+
+
+class Tail(NamedTuple):
+  """State of a piece after each of the last tiles of a row [R, T, G(, C)]: acc at the probe's
+  columns, m in base 2, l.
+  """
+
+  acc: Any
+  m: Any
+  l: Any
+
+
+class Length(NamedTuple):
+  """Tiles of the order, of which `known` are read at once, the last of them from `first` on kept
+  apart: the detector looks at those after `first`.
+  """
+
+  tiles: Array
+  known: Array
+  first: Array
+
+
+def length_of(
+  sources: reading.Sources, length: Any, row: Array, mask: Any, sizes: ordering.Sizes, tail: int
+) -> Length:
+  """The length of a row, or of several [N]."""
+  rows, slots = sources.k.shape[:2]
+  at = row // (rows // sources.start.shape[0])
+  bounds = (backend.load(x, at, mask=mask, other=0) for x in (sources.start, sources.stop))
+  start, stop = bounds
+  tiles = ordering.newest_first(start, jnp.minimum(stop, slots), sizes).tiles
+  wanted = backend.load(length, row, mask=mask, other=0)
+  known = jnp.where(wanted > 0, jnp.minimum(wanted, tiles), tiles)
+  return Length(tiles, known, known - tail - 1)
+
+
+def _read_kernel(
+  sources: reading.Sources,
+  length_ref: Any,
+  outputs: tuple[Any, ...],
+  tail_ref: Tail,
+  *,
+  rule: Detector,
+  tail: int,
+  sizes: ordering.Sizes,
+  sinks: int,
+  scale: tiling.Scale,
+  programs: int,
+  finer: int,
+) -> None:
+  """`Sources`, lengths [R] -> what `split_k.results` lists, and `Tail`."""
+  rows, groups, head_dim = sources.q.shape
+  lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
+  of = functools.partial(length_of, sources, length_ref, sizes=sizes, tail=tail)
+  cut = {"rows": rows, "programs": programs, "finer": finer}
+  piece = split_k.piece(lambda row, real: of(row, real).known, **cut)
+  row = piece.row
+  here = of(row, None)
+  read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
+  parts = pl.cdiv(sizes.tile, sizes.part)
+  low, high = piece.share(here.known)
+  middle = jnp.clip(here.first, low, high)
+  probed = (lanes < groups)[:, None] & rule.probed(columns, head_dim)[None, :]
+  place = _place(columns, head_dim, tail_ref.acc.shape[3])
+
+  def step(n: Any, carry: tiling.Carry) -> tiling.Carry:
+    return read.add(*stopping.divided(n, parts), carry)[0]
+
+  def kept(n: Any, carry: tiling.Carry) -> tiling.Carry:
+    t, j = stopping.divided(n, parts)
+    carry = read.add(t, j, carry)[0]
+    whole, index = j == parts - 1, (row, t - here.first, lanes)
+    backend.store(
+      tail_ref.acc, row, t - here.first, lanes[:, None], place[None, :],
+      value=carry.acc, mask=probed & whole,
+    )  # fmt: skip
+    for ref, value in ((tail_ref.m, carry.m), (tail_ref.l, carry.l)):
+      backend.store(ref, *index, value=value, mask=(lanes < groups) & whole)
+    return carry
+
+  carry = tiling.start(lanes.size, columns.size)
+  carry = lax.fori_loop(low * parts, middle * parts, step, carry)
+  carry = lax.fori_loop(middle * parts, high * parts, kept, carry)
+  split_k.store(piece, carry, outputs, groups=groups, head_dim=head_dim)
+
+
+def _place(columns: Array, head_dim: int, width: int) -> Array:
+  """Where a column of the probe is kept."""
+  return columns if width == head_dim else (columns * PROBES + head_dim - 1) // head_dim
+
+
+def _settle_kernel(
+  sources: reading.Sources,
+  length_ref: Any,
+  parts: tuple[Any, ...],
+  tail_ref: Tail,
+  joined: tuple[Any, ...],
+  outputs: tuple[Any, ...],
+  end_ref: Any,
+  walked_ref: Any,
+  *,
+  until: Stop,
+  tail: int,
+  sizes: ordering.Sizes,
+  sinks: int,
+  scale: tiling.Scale,
+) -> None:
+  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail`, and in place the joined
+  o [R, G, H], m, l [R, G], o rounded -> tiles after which the detector stopped (0: it did not), and
+  tiles read, [R].
+  """
+  del joined
+  row = pl.program_id(0)
+  here = length_of(sources, length_ref, row, None, sizes, tail)
+  end, calm = _judge(parts, tail_ref, row, here, sources.q.shape[2], until, tail)
+  goes_on = (end == NEVER) & (here.known < here.tiles)
+  end_ref[row] = jnp.where(end < NEVER, end, 0)
+  walked_ref[row] = here.known
+
+  @pl.when(goes_on)
+  def _() -> None:
+    how = {"sizes": sizes, "sinks": sinks, "scale": scale}
+    _walk_on(sources, row, here, calm, outputs, end_ref, walked_ref, until=until, **how)
+
+
+def _judge(
+  parts: tuple[Any, ...],
+  tail_ref: Tail,
+  row: Array,
+  here: Length,
+  head_dim: int,
+  until: Stop,
+  tail: int,
+) -> tuple[Array, Array]:
+  """Tiles at the detector's first stop, or NEVER, and stable tiles in a row at the end."""
+  acc_ref, m_ref, l_ref, cut_ref = parts
+  assert isinstance(until.rule, Detector)
+  groups, width = tail_ref.acc.shape[2:]
+  lane, column = (jnp.arange(pl.next_power_of_2(n)) for n in (groups, width))
+  real, inside = lane < groups, column < width
+  own = column if width == head_dim else column * head_dim // PROBES
+  tile = jnp.arange(pl.next_power_of_2(tail + 1))
+  first, pieces = cut_ref[row, 0], cut_ref[row, 1]
+
+  def part_of(i: Array) -> Array:
+    """The piece of the tail's tile i."""
+    t = jnp.maximum(here.first + i, 0)
+    return ((t + 1) * pieces - 1) // jnp.maximum(here.known, 1)
+
+  begun, last = part_of(jnp.int32(0)), part_of(jnp.int32(tail))
+
+  def join(n: Any, carry: tiling.Carry) -> tiling.Carry:
+    """With pieces n·JOINED … of those that end before the tail."""
+    part = n * JOINED + jnp.arange(JOINED)
+    keep = (part < begun)[:, None] & real[None, :]
+    at = jnp.where(part < begun, first + part, 0)[:, None]
+    m = backend.load(m_ref, at, lane[None, :], mask=keep, other=-jnp.inf)
+    l = backend.load(l_ref, at, lane[None, :], mask=keep, other=0.0)
+    index = at[:, :, None], lane[None, :, None], own[None, None, :]
+    acc = backend.load(acc_ref, *index, mask=keep[:, :, None] & inside[None, None, :], other=0.0)
+    top = jnp.maximum(carry.m, m.max(axis=0))
+    base = tiling.finite(top)
+    old, new = jnp.exp2(carry.m - base), jnp.exp2(m - base[None, :])
+    total = carry.acc * old[:, None] + (acc * new[:, :, None]).sum(axis=0)
+    return tiling.Carry(total, top, carry.l * old + (l * new).sum(axis=0))
+
+  before = lax.fori_loop(0, pl.cdiv(begun, JOINED), join, tiling.start(lane.size, column.size))
+
+  def probe(i: Array) -> Array:
+    """x [T, G, C] after the tail's tiles i [T]; 0 before the first tile."""
+    shape = i.size, lane.size
+    carry = (
+      jnp.broadcast_to(before.acc[None], (*shape, column.size)),
+      jnp.broadcast_to(before.m[None], shape),
+      jnp.broadcast_to(before.l[None], shape),
+    )
+
+    def add(j: Any, carry: Any) -> Any:
+      """With piece j, for tiles of later ones."""
+      at, later = first + j, (part_of(i) > j)[:, None]
+      m = backend.load(m_ref, at, lane, mask=real, other=-jnp.inf)
+      l = backend.load(l_ref, at, lane, mask=real, other=0.0)
+      index, mask = (at, lane[:, None], own[None, :]), real[:, None] & inside[None, :]
+      acc = backend.load(acc_ref, *index, mask=mask, other=0.0)
+      new = acc[None], jnp.where(later, m[None], -jnp.inf), jnp.where(later, l[None], 0.0)
+      return _merged(carry, new)
+
+    carry = lax.fori_loop(begun, last, add, carry)
+    ok = (i >= 0) & (i <= tail) & (here.first + i >= 0)
+    keep, at = ok[:, None] & real[None, :], jnp.where(ok, i, 0)[:, None]
+    m = backend.load(tail_ref.m, row, at, lane[None, :], mask=keep, other=-jnp.inf)
+    l = backend.load(tail_ref.l, row, at, lane[None, :], mask=keep, other=0.0)
+    index = row, at[:, :, None], lane[None, :, None], column[None, None, :]
+    mask = keep[:, :, None] & inside[None, None, :]
+    acc, _, l = _merged(carry, (backend.load(tail_ref.acc, *index, mask=mask, other=0.0), m, l))
+    return jnp.where(ok[:, None, None], acc / tiling.nonzero(l)[:, :, None], 0.0)
+
+  new, old = probe(tile), probe(tile - 1)
+  norm, norm_before = (jnp.sqrt((x * x).sum(axis=-1)) for x in (new, old))
+  stable = until.rule.is_stable(new, old, norm, norm_before).astype(jnp.int32)
+  stable = jnp.where(real[None, :], stable, 1).min(axis=1)
+  stable = jnp.where((tile >= 1) & (tile <= tail), stable, 0)
+  upto = tile[None, :] <= tile[:, None]
+  broken = jnp.where(upto & (stable == 0)[None, :], tile[None, :], 0).max(axis=1)
+  calm, ends = tile - broken, here.first + tile + 1
+  done = (calm >= until.rule.patience) & (ends >= until.kept) & (tile <= tail)
+  return jnp.where(done, ends, NEVER).min(), jnp.where(tile == tail, calm, 0).max()
+
+
+def _merged(a: Any, b: Any) -> Any:
+  """Two states (acc [T, G, C], m, l [T, G]) in one."""
+  top = jnp.maximum(a[1], b[1])
+  base = tiling.finite(top)
+  old, new = jnp.exp2(a[1] - base), jnp.exp2(b[1] - base)
+  return a[0] * old[:, :, None] + b[0] * new[:, :, None], top, a[2] * old + b[2] * new
+
+
+def _walk_on(
+  sources: reading.Sources,
+  row: Array,
+  here: Length,
+  calm: Array,
+  outputs: tuple[Any, ...],
+  end_ref: Any,
+  walked_ref: Any,
+  *,
+  until: Stop,
+  sizes: ordering.Sizes,
+  sinks: int,
+  scale: tiling.Scale,
+) -> None:
+  """Algorithm 1 from tile L on, by this program; writes the row anew."""
+  o_ref, m_ref, l_ref, rounded_ref = outputs
+  groups, head_dim = sources.q.shape[1:]
+  assert isinstance(until.rule, Detector)
+  lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
+  real = lanes < groups
+  index, mask = (row, lanes[:, None], columns[None, :]), real[:, None] & (columns < head_dim)
+  o = backend.load(o_ref, *index, mask=mask, other=0.0)
+  m = backend.load(m_ref, row, lanes, mask=real, other=-jnp.inf) / tiling.LN2
+  l = backend.load(l_ref, row, lanes, mask=real, other=0.0)
+  probe = jnp.where(until.rule.probed(columns, head_dim)[None, :], o, 0.0)
+  rows_calm = jnp.broadcast_to(calm, lanes.shape)
+  look = stopping.Look(probe, jnp.sqrt((probe * probe).sum(axis=1)), rows_calm)
+  read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
+
+  def advance(i: Any, j: Any, carry: tiling.Carry, going: Array) -> tuple[tiling.Carry, Array]:
+    return read.add(here.known + i, j, carry, going)
+
+  walk, _ = stopping.walk(
+    until,
+    advance,
+    until.rule.judge(columns, head_dim),
+    tiling.Carry(o * l[:, None], m, l),
+    here.tiles - here.known,
+    split=here.known,
+    splits=1,
+    parts=pl.cdiv(sizes.tile, sizes.part),
+    chunk=1,
+    heads=stopping.Heads(lanes, groups),
+    look=look,
+  )
+  o, m, l = tiling.finish(walk.carry)
+  backend.store(o_ref, *index, value=o, mask=mask)
+  backend.store(rounded_ref, *index, value=o.astype(rounded_ref.dtype), mask=mask)
+  backend.store(m_ref, row, lanes, value=m, mask=real)
+  backend.store(l_ref, row, lanes, value=l, mask=real)
+  end_ref[row] = jnp.where(walk.going > 0, 0, here.known + walk.walked)
+  walked_ref[row] = here.known + walk.walked
+
+
+def read(
+  q: Float[Array, "B K G H"],
+  k: Float[Array, "B K S H"],
+  v: Float[Array, "B K S H"],
+  start: Int[Array, "B #K"],
+  stop: Int[Array, "B #K"],
+  length: Int[Array, "B K"],
+  *,
+  margin: int,
+  tile: int = 128,
+  tau: float | int = 1e-5,
+  phi: float | int = 1e-3,
+  patience: float | int,
+  relative: bool = False,
+  full: bool = False,
+  kept: int = 0,
+  sinks: int = 0,
+  scale: float | None = None,
+  soft_cap: float | None = None,
+  cut: Config | None = None,
+  interpret: bool | None = None,
+) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"], Int[Array, "B K"]]:
+  """Attention over the first `length` tiles of the order newest first, and on to a stop.
+
+  The reference is `kvjax.methods.art.known.read`; query heads stop together.
+
+  Args:
+    q, k, v, start, stop, tile, tau, phi, patience, relative, full, kept, sinks, scale, soft_cap,
+      cut, interpret: as in `art.walk`; patience + 2·margin is at most 62, or patience infinite.
+    length: int32, tiles to read at once; 0: all.
+    margin: half as many tiles as the detector looks at beyond its patience.
+
+  Returns:
+    The softmax state, float32; o in the dtype of q; tiles read; and tiles at which the detector
+    stopped, 0 where it did not.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as `art.walk`, or the detector looks at more tiles.
+  """
+  check(q, k, v, start, stop, sinks, None)
+  batch, heads, groups, head_dim = q.shape
+  rows, endless = batch * heads, patience >= NEVER
+  tail = 0 if endless else int(patience) + 2 * margin
+  if tail > MAX_TAIL:
+    raise NotImplementedError(
+      f"margin: found {margin} with patience {patience}, expected patience + 2·margin up to "
+      f"{MAX_TAIL}"
+    )
+  interpreted = backend.interpreted(interpret)
+  if cut is None:
+    cut = choose_cut(tile, head_dim, q.dtype.itemsize, groups=groups, interpret=interpreted)
+  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
+  sources = reading.Sources(*flat, None, None, start.reshape(-1), stop.reshape(-1))
+  lengths = length.reshape(rows)
+  rule = Detector(tau, phi, int(min(patience, NEVER)), full, relative)
+  until = Stop(rule, False, kept)
+  how: dict[str, Any] = {
+    "sizes": ordering.Sizes(1, tile, cut.tile, max(kept, -(-sinks // tile))),
+    "sinks": sinks,
+    "scale": tiling.Scale.of(head_dim, scale, soft_cap),
+    "tail": tail,
+  }
+  programs = 2 * rows + 3 if interpreted else 2 * devices.this_device().cores
+  size = {"slots": k.shape[2], "tile": cut.tile, "programs": programs}
+  finer = split_k.finer(batch=batch, rows=rows, **size)
+  width = head_dim if full or head_dim <= PROBES else PROBES
+  of, f32 = jax.ShapeDtypeStruct, jnp.float32
+  per_tile = of((rows, tail + 1, groups), f32)
+  *written, left = backend.call(
+    functools.partial(_read_kernel, rule=rule, programs=programs, finer=finer, **how),
+    *(sources, lengths),
+    grid=(split_k.most_pieces(rows, finer * programs),),
+    out=[
+      tuple(split_k.results(rows, groups, head_dim, finer * programs, q.dtype)),
+      Tail(of((*per_tile.shape, width), f32), per_tile, per_tile),
+    ],
+    warps=cut.warps,
+    stages=cut.stages,
+    name="art_known",
+    interpret=interpret,
+  )
+  (written,) = written
+  done = tuple(split_k.join(written, split=True, interpret=interpret))
+  parts = tuple(written[4:])
+  operands = sources, lengths, parts, left, done
+  ahead = len(jax.tree.leaves(operands)) - len(done)
+  done, end, walked = backend.call(
+    functools.partial(_settle_kernel, until=until, **how),
+    *operands,
+    grid=(rows,),
+    out=[tuple(of(x.shape, x.dtype) for x in done), *2 * [of((rows,), jnp.int32)]],
+    warps=cut.warps,
+    stages=cut.stages,
+    name="art_settle_known",
+    interpret=interpret,
+    aliases={ahead + i: i for i in range(len(done))},
+  )
+  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in done)
+  walked, end = (x.reshape(batch, heads) for x in (walked, end))
+  return State(o, m, l), rounded, walked, end

@@ -28,6 +28,8 @@ from kvjax.primitives.softmax_state import State
 
 MAX_TAIL = 62  # tiles that the detector looks at, and one before
 JOINED = 16  # partial states joined per step, at the probe's columns
+VALUES = 8192  # of the probes that a program looks at at once
+SETTLE_WARPS = 8
 
 
 class Tail(NamedTuple):
@@ -166,10 +168,9 @@ def _judge(
   acc_ref, m_ref, l_ref, cut_ref = parts
   assert isinstance(until.rule, Detector)
   groups, width = tail_ref.acc.shape[2:]
-  lane, column = (jnp.arange(pl.next_power_of_2(n)) for n in (groups, width))
-  real, inside = lane < groups, column < width
-  own = column if width == head_dim else column * head_dim // PROBES
-  tile = jnp.arange(pl.next_power_of_2(tail + 1))
+  lane, tile = (jnp.arange(pl.next_power_of_2(n)) for n in (groups, tail + 1))
+  real = lane < groups
+  size = max(1, min(pl.next_power_of_2(width), VALUES // (lane.size * max(tile.size, JOINED))))
   first, pieces = cut_ref[row, 0], cut_ref[row, 1]
 
   def part_of(i: Array) -> Array:
@@ -179,7 +180,7 @@ def _judge(
 
   begun, last = part_of(jnp.int32(0)), part_of(jnp.int32(tail))
 
-  def join(n: Any, carry: tiling.Carry) -> tiling.Carry:
+  def join(own: Array, inside: Array, n: Any, carry: tiling.Carry) -> tiling.Carry:
     """With pieces n·JOINED … of those that end before the tail."""
     part = n * JOINED + jnp.arange(JOINED)
     keep = (part < begun)[:, None] & real[None, :]
@@ -194,10 +195,9 @@ def _judge(
     total = carry.acc * old[:, None] + (acc * new[:, :, None]).sum(axis=0)
     return tiling.Carry(total, top, carry.l * old + (l * new).sum(axis=0))
 
-  before = lax.fori_loop(0, pl.cdiv(begun, JOINED), join, tiling.start(lane.size, column.size))
-
-  def probe(i: Array) -> Array:
+  def probe(column: Array, before: tiling.Carry, i: Array) -> Array:
     """x [T, G, C] after the tail's tiles i [T]; 0 before the first tile."""
+    own, inside = _own(column, head_dim, width), column < width
     shape = i.size, lane.size
     carry = (
       jnp.broadcast_to(before.acc[None], (*shape, column.size)),
@@ -225,9 +225,17 @@ def _judge(
     acc, _, l = _merged(carry, (backend.load(tail_ref.acc, *index, mask=mask, other=0.0), m, l))
     return jnp.where(ok[:, None, None], acc / tiling.nonzero(l)[:, :, None], 0.0)
 
-  new, old = probe(tile), probe(tile - 1)
-  norm, norm_before = (jnp.sqrt((x * x).sum(axis=-1)) for x in (new, old))
-  stable = until.rule.is_stable(new, old, norm, norm_before).astype(jnp.int32)
+  def squares(n: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Sums of squares of the movement and of both probes, with columns n·size …"""
+    column = n * size + jnp.arange(size)
+    body = functools.partial(join, _own(column, head_dim, width), column < width)
+    before = lax.fori_loop(0, pl.cdiv(begun, JOINED), body, tiling.start(lane.size, size))
+    new, old = (probe(column, before, i) for i in (tile, tile - 1))
+    return tuple(x + (y * y).sum(axis=-1) for x, y in zip(sums, (new - old, new, old), strict=True))
+
+  zero = jnp.zeros((tile.size, lane.size), jnp.float32)
+  norms = (jnp.sqrt(x) for x in lax.fori_loop(0, pl.cdiv(width, size), squares, (zero,) * 3))
+  stable = until.rule.is_calm(*norms).astype(jnp.int32)
   stable = jnp.where(real[None, :], stable, 1).min(axis=1)
   stable = jnp.where((tile >= 1) & (tile <= tail), stable, 0)
   upto = tile[None, :] <= tile[:, None]
@@ -235,6 +243,11 @@ def _judge(
   calm, ends = tile - broken, here.first + tile + 1
   done = (calm >= until.rule.patience) & (ends >= until.kept) & (tile <= tail)
   return jnp.where(done, ends, NEVER).min(), jnp.where(tile == tail, calm, 0).max()
+
+
+def _own(column: Array, head_dim: int, width: int) -> Array:
+  """Columns of the output that the probe's are."""
+  return column if width == head_dim else column * head_dim // PROBES
 
 
 def _merged(a: Any, b: Any) -> Any:
@@ -390,7 +403,7 @@ def read(
     *operands,
     grid=(rows,),
     out=[tuple(of(x.shape, x.dtype) for x in done), *2 * [of((rows,), jnp.int32)]],
-    warps=cut.warps,
+    warps=SETTLE_WARPS,
     stages=cut.stages,
     name="art_settle_known",
     interpret=interpret,

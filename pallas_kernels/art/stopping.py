@@ -98,6 +98,10 @@ class Detector:
   def is_stable(self, new: Array, old: Array, norm: Array, before: Array) -> Array:
     """True if the probe, on the last axis, neither moved nor turned; the norms are of both."""
     moved = jnp.sqrt(((new - old) * (new - old)).sum(axis=-1))  # d_scale
+    return self.is_calm(moved, norm, before)
+
+  def is_calm(self, moved: Array, norm: Array, before: Array) -> Array:
+    """`is_stable`, of the norm of the probe's movement."""
     both = norm * before
     # 1 − cos(a, b) = (‖a − b‖² − (‖a‖ − ‖b‖)²) / 2‖a‖‖b‖, which cancels nothing near 0.
     apart = moved * moved - (norm - before) * (norm - before)

@@ -14,7 +14,7 @@ import numpy as np
 
 import kvjax
 from kvjax.families import sight
-from kvjax.kernels.art import spread
+from kvjax.kernels.art import known, spread
 from kvjax.kernels.art import walk as art
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
@@ -35,6 +35,8 @@ LONE = (
   *(Shape(1, 8, 4, k << 10) for k in (32, 128)),
   Shape(8, 8, 4, 32 << 10),
 )
+KNOWN = *DENSE, Shape(1, 8, 4, 128 << 10), Shape(8, 2, 6, 32 << 10)
+MARGIN = 4  # of known lengths
 QUICK = Shape(2, 2, 3, 300, head_dim=64, dtype="float32")
 QUICK_STOPS = dataclasses.replace(QUICK, slots=600)  # in tiles of 16 and two splits, walks end
 QUICK_TILE = 16
@@ -59,6 +61,9 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
     yield name, stopping_case, shape, make, quick
   for shape in (QUICK_STOPS,) if quick else LONE:
     yield f"lone {shape.name}", lone_case, shape, quick
+  for shape in (QUICK,) if quick else KNOWN:
+    for share, lengths in ((1.0, "nothing stops"), (0.6, "all stop"), (0.6, "ragged")):
+      yield f"known {shape.name}, {lengths}", known_case, shape, share, lengths, quick
   if RECORDED.exists():
     yield "recorded", recorded_case, quick
 
@@ -318,6 +323,63 @@ def taken(
   run = jax.jit(lambda cache, q: method.attend(at, cache, sight.visible(at, cache), q))
   walked = run(cache, q)
   return np.asarray(walked.state.o), np.asarray(walked.noted(Walked).tiles)
+
+
+def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool) -> Case:
+  """Known lengths: `share` of the tiles, of all heads alike or of each its own, or everything.
+
+  Where walks stop each tile is stable, so that a walk takes what its length says.
+  """
+  tile = QUICK_TILE if quick else TILE
+  arrays, calls = rotated(shape, quick)
+  tiles, rows = -(-shape.slots // tile), arrays[0][3].shape
+  shares = np.full(rows, share)
+  if lengths == "ragged":  # from a third of the mean to the rest
+    shares = np.random.default_rng(0).uniform(share / 3, 5 * share / 3, rows)
+  length = np.maximum(np.rint(shares * tiles), 6).astype(np.int32)  # p + 1 at least
+  known_lengths = jnp.asarray(length if share < 1 else 0 * length)
+  first = jnp.asarray(np.maximum((tiles - length) * tile, 0), jnp.int32)
+  inputs = [(q, k, v, start, stop, known_lengths) for q, k, v, start, stop in arrays]
+  nearer = [(q, k, v, first, stop) for q, k, v, _, stop in arrays]
+  limit = 9.0 if share < 1 else 0.0
+  run = functools.partial(known.read, margin=MARGIN, tile=tile, tau=limit, phi=limit, patience=5)
+  read = int((shape.slots - np.asarray(first)).sum())
+  each = 2 * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+  ours = Paired(jax_contender("ART, known", run, inputs, output=_out, steps=_read, calls=calls))
+  dense = Paired(jax_contender("dense decode", decode_attention, arrays, calls=calls))
+  as_much = "dense decode of as much"
+  others = [
+    dense.recording(),
+    dataclasses.replace(read_contender(arrays, shape, calls), name=WHOLE),
+  ]
+  if share < 1:
+    others.append(jax_contender(as_much, decode_attention, nearer, calls=calls))
+
+  def remarks(seconds: dict[str, float]) -> list[str]:
+    said = [overhead(ours, dense)] if share == 1 else []
+    floor = read * each / (shape.kv_bytes() / seconds[WHOLE])
+    took = seconds["ART, known"]
+    return [
+      *said,
+      f"{read * each / shape.kv_bytes():.3f} of the bytes; {took / floor:.3f} × their read",
+    ]
+
+  return Case(
+    name=name,
+    shapes=f"{shape.name} {shape.dtype}, tiles of {tile}, margin {MARGIN}, p = 5",
+    bytes=read * each,
+    reference=functools.partial(reference, *nearer[0]),
+    tolerance=1e-5 if quick else 1e-2,
+    contenders=[ours.recording(), *others],
+    subject="ART, known",
+    remarks=remarks,
+    steps=lambda: np.asarray(length),
+  )
+
+
+def _read(result: Any) -> jax.Array:
+  """Tiles that each KV head read."""
+  return result[2]
 
 
 def _tiles(result: Any) -> jax.Array:

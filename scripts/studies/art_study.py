@@ -9,6 +9,12 @@ each detector where it would have stopped. Remakes the convergence curve (Fig. 4
 (Tab. 3), the sensitivity to τ, φ and p (Figs. 6 and 7), the agreement of probe and oracle (Tab. 4),
 and how Theorems 1 and 2 compare with the error, in terms of the output and not of task scores.
 Queries whose newest tile is not whole are left out.
+
+    kvjax record a.npz --layers 0 3 … --length 8192 --stride 1 --start …
+    kvjax art-study a.npz --fit b.npz
+
+asks what groups read at a mean error of 1 %, step after step, by either test and in three orders;
+and what known lengths add. The τ of each is the largest that keeps to this error on the other text.
 """
 
 import collections
@@ -49,6 +55,9 @@ class Args:
   """Keys per tile of the walk."""
   least: int = 8
   """Tiles that a query must see at least to be counted."""
+  fit: tuple[pathlib.Path, ...] = ()
+  """Recordings of other texts, of every position: with these, what groups read step after step at
+  a mean error of 1 %, the τ of each test fitted on them."""
   out: pathlib.Path = pathlib.Path("scripts/results/art_study")
   """Folder for tables.txt, study.json and the pictures; made if need be."""
 
@@ -74,7 +83,7 @@ def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> I
   tokens = tokens[able]
   for layer in _layers(arrays):
     q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
-    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile)
+    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile, tokens.max())
     length = np.linalg.norm(v, axis=-1)
     for i, seen in enumerate(tokens.tolist()):
       # The order within a tile is all one.
@@ -91,14 +100,14 @@ def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
 
 
 def _of_tiles(
-  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int
+  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int, end: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Operands of `early_stops.over_tiles`, of every tile, [K, G, A, T, H] and [K, G, A, T].
 
-  Queries [K, G, A, H] share the tiles of keys and values [K, S, H], each the first `tokens` [A].
+  Queries [K, G, A, H] share the tiles of the first `end` keys and values [K, S, H], of which each
+  sees the first `tokens` [A].
   """
   heads, groups, count, size = q.shape
-  end = tokens.max()
   logits = q.reshape(heads, -1, size) @ np.swapaxes(k[:, :end], 1, 2) / np.sqrt(size)
   logits = logits.reshape(heads, groups, count, end)
   logits = np.where(np.arange(end) < tokens[:, None], logits, -np.inf)
@@ -341,6 +350,178 @@ def _bounds(found: list[early_stops.Truncation]) -> dict[str, float | int]:
   }
 
 
+# ---- step after step
+
+
+ERROR = 0.01  # mean, of each fitted τ
+ENDS, STEPS = (4544, 8128), 64  # tokens at the last of so many steps
+WINDOW = 32  # queries before the first step whose mass begins an order, as SnapKV's
+DECAY = 0.5  # of a tile's mass from step to step, in an order by it
+EVERY = 32  # steps between walks of everything, in such an order
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A way to walk: its order, its test, and the margin of known lengths, if any."""
+
+  order: str
+  relative: bool
+  margin: int | None = None
+
+
+@dataclasses.dataclass
+class Reads:
+  """What groups read of their tiles, step by step, and the errors of their query heads.
+
+  Attributes:
+    share: of the tiles, [K] of each step and layer.
+    errors: [K, G].
+    longer: whether a walk went on beyond its known length.
+  """
+
+  share: list[np.ndarray] = dataclasses.field(default_factory=list)
+  errors: list[np.ndarray] = dataclasses.field(default_factory=list)
+  longer: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+  def summary(self) -> dict[str, float]:
+    share, errors, longer = (np.array(x) for x in (self.share, self.errors, self.longer))
+    return {
+      "read": float(share.mean()),
+      "error": float(errors.mean()),
+      "error_p99": float(np.quantile(errors, 0.99)),
+      "longer": float(longer.mean()),
+    }
+
+
+RULES = {
+  "the paper's test, newest first": Rule("newest", False),
+  "the paper's test, first tile first": Rule("sinks", False),
+  "relative test, newest first": Rule("newest", True),
+  "relative test, first tile first": Rule("sinks", True),
+  "the paper's test, by mass": Rule("mass", False),
+  "relative test, by mass": Rule("mass", True),
+  "relative test, by this step's mass": Rule("oracle", True),
+}
+MARGINS = 1, 2, 4, 8
+KNOWN = {f"known lengths, margin {m}": Rule("sinks", True, m) for m in MARGINS}
+KNOWN_OF = "relative test, first tile first"  # whose τ they have
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Consecutive steps of a layer: operands of `over_tiles` in order of position, [K, G, A, T, …],
+  tokens seen [A], and the mass of each tile for the queries before, [K, T].
+  """
+
+  part: np.ndarray
+  mass: np.ndarray
+  tokens: np.ndarray
+  begun: np.ndarray
+
+
+def segments(arrays: dict[str, np.ndarray], tile: int) -> Iterator[Segment]:
+  """`STEPS` steps up to each of `ENDS` tokens, of every layer.
+
+  Raises:
+    ValueError: a position was not recorded.
+  """
+  held = (arrays["positions"] + 1).tolist()
+  for layer, end in itertools.product(_layers(arrays), ENDS):
+    tokens = np.arange(end - STEPS - WINDOW, end) + 1
+    if not set(tokens.tolist()) <= set(held):
+      raise ValueError(f"recording: found no query of each of {tokens[0]} to {end} tokens")
+    at = slice(held.index(int(tokens[0])), held.index(end) + 1)
+    q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
+    whole = -(-end // tile) * tile
+    part, mass = _of_tiles(q[:, :, at], k[:, :whole], v[:, :whole], tokens, tile, whole)
+    share = mass / mass.sum(-1, keepdims=True)
+    begun = share[:, :, :WINDOW].mean(2).max(1)
+    yield Segment(part[:, :, WINDOW:], mass[:, :, WINDOW:], tokens[WINDOW:], begun)
+
+
+def walk_steps(segment: Segment, tile: int, rule: Rule, tau: float, reads: Reads) -> None:
+  """Adds the walks of a segment by a rule to `reads`."""
+  heads = np.arange(len(segment.mass))
+  score, known = segment.begun.copy(), np.zeros(len(heads), int)
+  for i, tokens in enumerate(segment.tokens.tolist()):
+    count = -(-tokens // tile)
+    share = segment.mass[:, :, i] / segment.mass[:, :, i].sum(-1, keepdims=True)
+    index = _ordered(rule.order, count, score, share.max(1))  # [K, T]
+    part = np.take_along_axis(segment.part[:, :, i], index[:, None, :, None], 2)
+    mass = np.take_along_axis(segment.mass[:, :, i], index[:, None], 2)
+    walk = early_stops.over_tiles(part, mass, np.ones(mass.shape[:-1]))
+    moved = early_stops.movements(early_stops.probe(walk.o), rule.relative)
+    scale, turn = (x[:, 0] for x in early_stops.of_group(*moved))
+    full = rule.order == "mass" and i % EVERY == 0
+    length = np.where(known > 0, np.minimum(known, count), count)
+    if rule.margin is not None:
+      judged = np.arange(count) >= (length - PATIENCE - 2 * rule.margin)[:, None]
+      scale = np.where(judged, scale, np.inf)
+    stop = early_stops.stops_of_movements(scale, turn, tau, PHI, PATIENCE)
+    read = np.full(len(heads), count) if full else early_stops.read(stop, count)
+    if rule.margin is not None:
+      reads.longer.append(read > length)
+      read = np.maximum(read, length)
+      known = np.where(stop == early_stops.NEVER, 0, stop + rule.margin)
+    else:
+      reads.longer.append(np.zeros(len(heads), bool))
+    reads.share.append(read / count)
+    reads.errors.append(early_stops.error(walk, np.broadcast_to(read[:, None], mass.shape[:-1])))
+    weight = mass / np.take_along_axis(mass.cumsum(-1), read[:, None, None] - 1, -1)
+    for head in heads:
+      seen = index[head, : read[head]]
+      new = weight[head, :, : read[head]].max(0)
+      score[head, seen] = DECAY * score[head, seen] + (1 - DECAY) * new
+
+
+def _ordered(order: str, count: int, score: np.ndarray, share: np.ndarray) -> np.ndarray:
+  """Tiles of each KV head in visiting order, [K, T]; by mass after the first and the newest one."""
+  newest = np.arange(count)[::-1]
+  if order in ("newest", "sinks"):
+    index = np.roll(newest, 1) if order == "sinks" else newest
+    return np.broadcast_to(index, (len(score), count))
+  rank = (score if order == "mass" else share)[:, :count].copy()
+  rank[:, 0], rank[:, count - 1] = np.inf, 1e9
+  return np.argsort(-rank, -1, kind="stable")
+
+
+def by_steps(fit: list[list[Segment]], tested: list[Segment], tile: int) -> dict[str, Any]:
+  """For each rule the largest τ of mean error `ERROR` on the texts of `fit`, and its reads."""
+
+  def reads(of: list[Segment], rule: Rule, tau: float) -> dict[str, float]:
+    found = Reads()
+    for segment in of:
+      walk_steps(segment, tile, rule, tau, found)
+    return found.summary()
+
+  together, found = list(itertools.chain(*fit)), {}
+  for name, rule in RULES.items():
+    low, high = 1e-7, 1.0
+    for _ in range(9):  # the error grows with τ
+      middle = math.sqrt(low * high)
+      low, high = (
+        (middle, high) if reads(together, rule, middle)["error"] < ERROR else (low, middle)
+      )
+    found[name] = {"tau": low, "fitted": reads(together, rule, low), **reads(tested, rule, low)}
+  for name, rule in KNOWN.items():
+    tau = found[KNOWN_OF]["tau"]
+    found[name] = {"tau": tau, "fitted": reads(together, rule, tau), **reads(tested, rule, tau)}
+  return found
+
+
+def steps_table(found: dict[str, Any], about: str) -> str:
+  """What groups read step after step, as text."""
+  head = f"{'τ':>9} {'fitted':>8} {'error':>9} {'read':>8} {'error':>9} {'99 %':>9} {'longer':>7}"
+  lines = [about, "", f"  {'':36} {head}"]
+  for name, row in found.items():
+    fitted = row["fitted"]
+    lines.append(
+      f"  {name:36} {row['tau']:9.2e} {fitted['read']:8.1%} {fitted['error']:9.2e} "
+      f"{row['read']:8.1%} {row['error']:9.2e} {row['error_p99']:9.2e} {row['longer']:7.2%}"
+    )
+  return "\n".join(lines) + "\n"
+
+
 # ---- what is written
 
 
@@ -476,17 +657,42 @@ def _plain(x: Any) -> Any:
   return None if isinstance(x, float) and math.isnan(x) else x
 
 
+def _load(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+  with np.load(path) as file:
+    arrays = dict(file)
+  return arrays, json.loads(str(arrays.pop("about")))
+
+
+def _main_steps(args: Args, arrays: dict[str, np.ndarray], about: Any, title: str) -> None:
+  """Writes what groups read step after step."""
+  others = [_load(path) for path in args.fit]
+  texts = [other["text"] for _, other in others]
+  if about["text"] in texts:
+    raise ValueError(f"--fit: found the tested text, {about['text']}, expected others")
+  fit = [list(segments(other, args.tile)) for other, _ in others]
+  tested = list(segments(arrays, args.tile))
+  found = by_steps(fit, tested, args.tile)
+  groups = sum(len(segment.mass) for segment in tested)
+  facts = {"about": about, "fitted_on": texts, "tile": args.tile, "ends": ENDS, "steps": STEPS}
+  facts |= {"walks": groups * STEPS}
+  text = steps_table(found, f"{title}; τ fitted on {', '.join(texts)}")
+  stem = args.out / f"steps{args.tile}_{about['text'].split()[-1]}"
+  sheets.write(stem.with_suffix(".txt"), text)
+  sheets.write(stem.with_suffix(".json"), _plain({**facts, "rules": found}))
+  print(text)
+
+
 def main(args: Args) -> None:
   common.check_numbers(args, tile=1, least=0)
   if not args.recording.exists():
     raise FileNotFoundError(
       f"recording: found no {args.recording}, expected a scripts.studies.record file"
     )
-  with np.load(args.recording) as file:
-    arrays = dict(file)
-  about = json.loads(str(arrays.pop("about")))
+  arrays, about = _load(args.recording)
   tokens = len(arrays["tokens"])
   title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
+  if args.fit:
+    return _main_steps(args, arrays, about, title)
   for order in ORDERS:
     found = study(arrays, args.tile, args.least, order)
     text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"

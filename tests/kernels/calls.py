@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import Rope, Yarn
+from kvjax.kernels.art import known
 from kvjax.kernels.art import walk as art
 from kvjax.kernels.cis import anchors, listed, note, read
 from kvjax.kernels.codes.dense import decode_attention as quantised_decode
@@ -208,6 +209,15 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   yield "certified", certified_call, shapes
   shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
   yield "ring", ring_call, shapes
+  for batch, groups, dtype, options in (
+    (8, 4, jnp.bfloat16, {"sinks": 4, "kept": 1, "relative": True}),
+    (1, 6, jnp.bfloat16, {"full": True, "patience": 5, "margin": 16}),
+    (1, 1, jnp.float32, {}),
+  ):
+    cache, rows = of((batch, 8, 32768, 128), dtype), [of((batch, 8), i32)] * 3
+    call = functools.partial(known_call, **options)
+    shapes = [of((batch, 8, groups, 128), dtype), cache, cache, *rows]
+    yield f"known-G{groups}-{jnp.dtype(dtype).name}", call, shapes
 
 
 def coded_call(per_slot, *arrays, **options):
@@ -220,6 +230,11 @@ def ring_call(q, k, v, start, stop, ring, seen, **options):
   where = None, None, start, stop
   options |= {"ring": ring, "seen": seen, "sinks": 4, "splits": 4, "patience": 5}
   return art.walk(q, k, v, *where, interpret=False, **options)
+
+
+def known_call(*arrays, **options):
+  """`art.known.read`."""
+  return known.read(*arrays, **{"patience": 5, "margin": 4, **options}, interpret=False)
 
 
 def certified_call(*arrays, **options):

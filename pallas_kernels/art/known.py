@@ -320,7 +320,7 @@ def read(
   stop: Int[Array, "B #K"],
   length: Int[Array, "B K"],
   *,
-  margin: int,
+  tail: int,
   tile: int = 128,
   tau: float | int = 1e-5,
   phi: float | int = 1e-3,
@@ -340,9 +340,10 @@ def read(
 
   Args:
     q, k, v, start, stop, tile, tau, phi, patience, relative, full, kept, sinks, scale, soft_cap,
-      cut, interpret: as in `art.walk`; patience + 2·margin is at most 62, or patience infinite.
+      cut, interpret: as in `art.walk`.
     length: int32, tiles to read at once; 0: all.
-    margin: half as many tiles as the detector looks at beyond its patience.
+    tail: the last tiles of these, up to 62, at which the detector looks; any where the patience is
+      infinite.
 
   Returns:
     The softmax state, float32; o in the dtype of q; tiles read; and tiles at which the detector
@@ -353,13 +354,10 @@ def read(
   """
   check(q, k, v, start, stop, sinks, None)
   batch, heads, groups, head_dim = q.shape
-  rows, endless = batch * heads, patience >= NEVER
-  tail = 0 if endless else int(patience) + 2 * margin
-  if tail > MAX_TAIL:
-    raise NotImplementedError(
-      f"margin: found {margin} with patience {patience}, expected patience + 2·margin up to "
-      f"{MAX_TAIL}"
-    )
+  rows = batch * heads
+  tail = 0 if patience >= NEVER else tail
+  if not 0 <= tail <= MAX_TAIL:
+    raise NotImplementedError(f"tail: found {tail}, expected up to {MAX_TAIL}")
   interpreted = backend.interpreted(interpret)
   if cut is None:
     cut = choose_cut(tile, head_dim, q.dtype.itemsize, groups=groups, interpret=interpreted)

@@ -19,6 +19,7 @@ and what known lengths add. The τ of each is the largest that keeps to this err
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -33,6 +34,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from kvjax.analysis import early_stops
+from kvjax.methods.art import known
 from kvjax.programs import common
 from scripts.studies import sheets
 
@@ -357,6 +359,7 @@ ERROR = 0.01  # mean, of each fitted τ
 ENDS, STEPS = (4544, 8128), 64  # tokens at the last of so many steps
 WINDOW = 32  # queries before the first step whose mass begins an order, as SnapKV's
 DECAY = 0.5  # of a tile's mass from step to step, in an order by it
+TAU_RANGE, SEARCH = (1e-6, 0.3), 8
 EVERY = 32  # steps between walks of everything, in such an order
 
 
@@ -402,9 +405,8 @@ RULES = {
   "relative test, by mass": Rule("mass", True),
   "relative test, by this step's mass": Rule("oracle", True),
 }
-MARGINS = 1, 2, 4, 8
-KNOWN = {f"known lengths, margin {m}": Rule("sinks", True, m) for m in MARGINS}
-KNOWN_OF = "relative test, first tile first"  # whose τ they have
+MARGINS = 2, 4, 8
+RULES |= {f"the same, known lengths, margin {m}": Rule("sinks", True, m) for m in MARGINS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -439,39 +441,78 @@ def segments(arrays: dict[str, np.ndarray], tile: int) -> Iterator[Segment]:
     yield Segment(part[:, :, WINDOW:], mass[:, :, WINDOW:], tokens[WINDOW:], begun)
 
 
-def walk_steps(segment: Segment, tile: int, rule: Rule, tau: float, reads: Reads) -> None:
-  """Adds the walks of a segment by a rule to `reads`."""
-  heads = np.arange(len(segment.mass))
-  score, known = segment.begun.copy(), np.zeros(len(heads), int)
-  for i, tokens in enumerate(segment.tokens.tolist()):
-    count = -(-tokens // tile)
-    share = segment.mass[:, :, i] / segment.mass[:, :, i].sum(-1, keepdims=True)
-    index = _ordered(rule.order, count, score, share.max(1))  # [K, T]
-    part = np.take_along_axis(segment.part[:, :, i], index[:, None, :, None], 2)
-    mass = np.take_along_axis(segment.mass[:, :, i], index[:, None], 2)
-    walk = early_stops.over_tiles(part, mass, np.ones(mass.shape[:-1]))
-    moved = early_stops.movements(early_stops.probe(walk.o), rule.relative)
-    scale, turn = (x[:, 0] for x in early_stops.of_group(*moved))
-    full = rule.order == "mass" and i % EVERY == 0
-    length = np.where(known > 0, np.minimum(known, count), count)
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A walk to its end: the `movements` of groups [K, T], and what each query head is off at every
+  tile, [K, G, T]; tiles in visiting order [K, T] and their mass [K, G, T].
+  """
+
+  scale: np.ndarray
+  turn: np.ndarray
+  errors: np.ndarray
+  index: np.ndarray
+  mass: np.ndarray
+
+
+def step_of(segment: Segment, i: int, tile: int, rule: Rule, score: np.ndarray) -> Step:
+  """The walk of step i, in an order by `score` where the rule has one."""
+  count = -(-int(segment.tokens[i]) // tile)
+  mass = segment.mass[:, :, i]
+  share = mass / mass.sum(-1, keepdims=True)
+  index = _ordered(rule.order, count, score, share.max(1))
+  part = np.take_along_axis(segment.part[:, :, i], index[:, None, :, None], 2)
+  mass = np.take_along_axis(mass, index[:, None], 2)
+  o = early_stops.over_tiles(part, mass, np.ones(mass.shape[:-1])).o
+  moved = early_stops.movements(early_stops.probe(o), rule.relative)
+  scale, turn = (x[:, 0] for x in early_stops.of_group(*moved))
+  last = o[:, :, -1:]
+  errors = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
+  return Step(scale, turn, errors, index, mass)
+
+
+def walk_steps(
+  steps: Iterator[Step] | list[Step], rule: Rule, tau: float, reads: Reads
+) -> Iterator[np.ndarray]:
+  """Adds the walks of a segment by a rule to `reads`; yields what each step's groups read."""
+  held: Any = 0
+  for i, step in enumerate(steps):
+    count, scale = step.scale.shape[-1], step.scale
+    length = np.where(held > 0, np.minimum(held, count), count) * np.ones(len(scale), int)
     if rule.margin is not None:
-      judged = np.arange(count) >= (length - PATIENCE - 2 * rule.margin)[:, None]
+      judged = np.arange(count) >= (length - known.tail(PATIENCE, rule.margin))[:, None]
       scale = np.where(judged, scale, np.inf)
-    stop = early_stops.stops_of_movements(scale, turn, tau, PHI, PATIENCE)
-    read = np.full(len(heads), count) if full else early_stops.read(stop, count)
+    stop = early_stops.stops_of_movements(scale, step.turn, tau, PHI, PATIENCE)
+    read = early_stops.read(stop, count)
+    if rule.order == "mass" and i % EVERY == 0:
+      read = np.full_like(read, count)
+    longer = np.zeros(len(read), bool)
     if rule.margin is not None:
-      reads.longer.append(read > length)
-      read = np.maximum(read, length)
-      known = np.where(stop == early_stops.NEVER, 0, stop + rule.margin)
-    else:
-      reads.longer.append(np.zeros(len(heads), bool))
+      longer, read = read > length, np.maximum(read, length)
+      after = np.maximum(stop + rule.margin, length - known.fall(rule.margin))
+      held = np.where(stop == early_stops.NEVER, 0, after)
+    reads.longer.append(longer)
     reads.share.append(read / count)
-    reads.errors.append(early_stops.error(walk, np.broadcast_to(read[:, None], mass.shape[:-1])))
-    weight = mass / np.take_along_axis(mass.cumsum(-1), read[:, None, None] - 1, -1)
-    for head in heads:
-      seen = index[head, : read[head]]
-      new = weight[head, :, : read[head]].max(0)
-      score[head, seen] = DECAY * score[head, seen] + (1 - DECAY) * new
+    at = np.broadcast_to(read[:, None, None] - 1, (*step.errors.shape[:2], 1))
+    reads.errors.append(np.take_along_axis(step.errors, at, -1)[..., 0])
+    yield read
+
+
+def by_mass(segment: Segment, tile: int, rule: Rule, tau: float, reads: Reads) -> None:
+  """Adds the walks of a segment in the order of earlier steps' mass to `reads`."""
+  score, made = segment.begun.copy(), []
+
+  def steps() -> Iterator[Step]:
+    for i in range(len(segment.tokens)):
+      made.append(step_of(segment, i, tile, rule, score))
+      yield made[-1]
+
+  for read in walk_steps(steps(), rule, tau, reads):
+    step = made[-1]
+    total = np.take_along_axis(step.mass.cumsum(-1), read[:, None, None] - 1, -1)
+    new = (step.mass / total).max(1)
+    for head, count in enumerate(read):
+      seen = step.index[head, :count]
+      score[head, seen] = DECAY * score[head, seen] + (1 - DECAY) * new[head, :count]
 
 
 def _ordered(order: str, count: int, score: np.ndarray, share: np.ndarray) -> np.ndarray:
@@ -485,27 +526,36 @@ def _ordered(order: str, count: int, score: np.ndarray, share: np.ndarray) -> np
   return np.argsort(-rank, -1, kind="stable")
 
 
-def by_steps(fit: list[list[Segment]], tested: list[Segment], tile: int) -> dict[str, Any]:
+def by_steps(fit: list[Segment], tested: list[Segment], tile: int) -> dict[str, Any]:
   """For each rule the largest τ of mean error `ERROR` on the texts of `fit`, and its reads."""
 
-  def reads(of: list[Segment], rule: Rule, tau: float) -> dict[str, float]:
+  @functools.cache
+  def held(fitted: bool, order: str, relative: bool) -> list[list[Step]]:
+    """Walks that do not hang on what was read before."""
+    rule = Rule(order, relative)
+    return [
+      [step_of(segment, i, tile, rule, segment.begun) for i in range(len(segment.tokens))]
+      for segment in (fit if fitted else tested)
+    ]
+
+  def reads(fitted: bool, rule: Rule, tau: float) -> dict[str, float]:
     found = Reads()
-    for segment in of:
-      walk_steps(segment, tile, rule, tau, found)
+    if rule.order == "mass":
+      for segment in fit if fitted else tested:
+        by_mass(segment, tile, rule, tau, found)
+    else:
+      for steps in held(fitted, rule.order, rule.relative):
+        collections.deque(walk_steps(steps, rule, tau, found), 0)
     return found.summary()
 
-  together, found = list(itertools.chain(*fit)), {}
+  found: dict[str, Any] = {}
   for name, rule in RULES.items():
-    low, high = 1e-7, 1.0
-    for _ in range(9):  # the error grows with τ
+    low, high = TAU_RANGE
+    for _ in range(SEARCH):  # the error grows with τ
       middle = math.sqrt(low * high)
-      low, high = (
-        (middle, high) if reads(together, rule, middle)["error"] < ERROR else (low, middle)
-      )
-    found[name] = {"tau": low, "fitted": reads(together, rule, low), **reads(tested, rule, low)}
-  for name, rule in KNOWN.items():
-    tau = found[KNOWN_OF]["tau"]
-    found[name] = {"tau": tau, "fitted": reads(together, rule, tau), **reads(tested, rule, tau)}
+      small = reads(True, rule, middle)["error"] < ERROR
+      low, high = (middle, high) if small else (low, middle)
+    found[name] = {"tau": low, "fitted": reads(True, rule, low), **reads(False, rule, low)}
   return found
 
 
@@ -669,7 +719,7 @@ def _main_steps(args: Args, arrays: dict[str, np.ndarray], about: Any, title: st
   texts = [other["text"] for _, other in others]
   if about["text"] in texts:
     raise ValueError(f"--fit: found the tested text, {about['text']}, expected others")
-  fit = [list(segments(other, args.tile)) for other, _ in others]
+  fit = [segment for other, _ in others for segment in segments(other, args.tile)]
   tested = list(segments(arrays, args.tile))
   found = by_steps(fit, tested, args.tile)
   groups = sum(len(segment.mass) for segment in tested)

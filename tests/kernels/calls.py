@@ -211,7 +211,7 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
   yield "ring", ring_call, shapes
   for batch, groups, dtype, options in (
     (8, 4, jnp.bfloat16, {"sinks": 4, "kept": 1, "relative": True}),
-    (1, 6, jnp.bfloat16, {"full": True, "patience": 5, "margin": 16}),
+    (1, 6, jnp.bfloat16, {"full": True, "tail": 37}),
     (1, 1, jnp.float32, {}),
   ):
     cache, rows = of((batch, 8, 32768, 128), dtype), [of((batch, 8), i32)] * 3
@@ -234,7 +234,7 @@ def ring_call(q, k, v, start, stop, ring, seen, **options):
 
 def known_call(*arrays, **options):
   """`art.known.read`."""
-  return known.read(*arrays, **{"patience": 5, "margin": 4, **options}, interpret=False)
+  return known.read(*arrays, **{"patience": 5, "tail": 15, **options}, interpret=False)
 
 
 def certified_call(*arrays, **options):

@@ -12,13 +12,13 @@ from tests.oracles import keys, queries
 
 
 def known_walk(q, k, v, sizes, method, length):
-  """Outputs of G queries, tiles read, the next length, and how near a test was to its threshold."""
+  """Outputs of G queries, tiles read, the next length and the stop, and how near a test came."""
   ends, p, m = np.cumsum(sizes), method.patience, method.margin
   size = q.shape[1]
   probe = [i * size // 32 for i in range(32)] if size > 32 and method.probe == "strided32" else ...
   least = -(-method.sinks // method.tile)
   known = min(length, len(sizes)) if length else len(sizes)
-  calm = stop = 0
+  calm, stop, fall = 0, 0, max(1, m // 4)
   margin, last = math.inf, np.zeros(q.shape)
   for t, end in enumerate(ends):
     if t >= known and stop:
@@ -30,11 +30,11 @@ def known_walk(q, k, v, sizes, method, length):
       turn = 1 - new @ old / (np.linalg.norm(new) * np.linalg.norm(old)) if t else 2
       stable &= moved < method.tau and turn < method.phi
       margin = min(margin, abs(moved - method.tau), abs(turn - method.phi))
-    calm = calm + 1 if stable and t >= known - p - 2 * m else 0
+    calm = calm + 1 if stable and t >= known - p - m - fall else 0
     if calm >= p and not stop and t + 1 >= least:
       stop = t + 1
     last, read = out, t + 1
-  return last, read, stop + m if stop else 0, margin
+  return last, read, (max(stop + m, known - fall) if stop else 0, stop), margin
 
 
 def first_tile_first(order):
@@ -48,7 +48,7 @@ def first_tile_first(order):
 SETTINGS = [
   {"tau": 0.8, "phi": 0.5, "patience": 2, "margin": 1},
   {"tau": 0.5, "phi": 0.5, "patience": 1, "margin": 2, "relative": True, "sinks": 3},
-  {"tau": 0.8, "phi": 0.5, "patience": 2, "margin": 3, "probe": "full"},
+  {"tau": 0.9, "phi": 0.5, "patience": 2, "margin": 2, "probe": "full"},
   {"tau": 0.0, "phi": 0.5, "patience": 1, "margin": 1},
 ]
 
@@ -74,7 +74,7 @@ def test_known_lengths_against_a_loop(kwargs, impl):
       held = pos[b, h, [s for tile in steps for s in tile]]
       k, q, v = keys(stream, b, h, held), queries(stream, b, h, at[b]), stream.v[b, h, held]
       sizes = [len(tile) for tile in steps]
-      want, read, length, near = known_walk(q, k, np.float64(v), sizes, method, before[b, h])
+      want, read, (length, _), near = known_walk(q, k, np.float64(v), sizes, method, before[b, h])
       if near < 1e-5:
         close += 1
         continue

@@ -73,13 +73,20 @@ def known_walks(
   k, span, how = cache.slots["k"], order.plan.span, dataclasses.asdict(stop)
   for name in ("certify", "per_head"):
     how.pop(name)
-  how |= {"margin": margin, "sinks": span.sinks, "tile": order.tile, "kept": order.kept}
+  how |= {
+    "tail": known.tail(stop.patience, margin),
+    "sinks": span.sinks,
+    "tile": order.tile,
+    "kept": order.kept,
+  }
   operands = q.astype(k.dtype), k, cache.slots["v"], span.start, span.stop, length
   state, out, walked, end = run(*operands, **how, soft_cap=at.env.soft_cap)
   groups = jnp.broadcast_to(walked[:, :, None, None], (*walked.shape, 1, q.shape[2]))
   keys = read_by(order.plan, cache.size, groups, order.tile)[1]
   attended = Attended(state, None, None, keys, out.astype(q.dtype))
-  return known.reported(attended, walked, end, margin)
+  assert order.plan.count is not None
+  first = known.first_read(length, order.plan.count)
+  return known.reported(attended, walked, first, end, margin)
 
 
 def _kernel(
@@ -106,7 +113,7 @@ def _kernel(
       beyond = f"reads codes to a known length; the {impl!r} kernel reads numbers"
     elif patience < NEVER and known.tail(patience, margin) > LONGEST_TAIL:
       beyond = (
-        f"looks at {known.tail(patience, margin)} tiles, patience and twice the margin; the "
+        f"looks at {known.tail(patience, margin)} tiles for its patience and margin; the "
         f"{impl!r} kernel looks at up to {LONGEST_TAIL}"
       )
   if tile > LARGEST_TILE:

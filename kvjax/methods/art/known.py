@@ -1,11 +1,12 @@
 """Known lengths, which are ours: a walk first reads as many tiles as the last step's took.
 
-The stop s of the last step and a margin m give L = s + m; after a prompt, or a walk that did not
-stop, L is everything. Tiles 0 … L − 1 of the order are read at once, as no test stands between
-them. The detector looks at the last p + 2·m of them and counts stable tiles from there: it stops
-where Algorithm 1 would have stopped, or later. If it has not stopped by tile L − 1, Algorithm 1
-goes on, tile by tile. The output is that of all tiles read; s is where the detector stopped, so
-that L falls by at most m a step, and rises as far as it must.
+After a prompt, or a walk that did not stop, the length L is everything. Tiles 0 … L − 1 of the
+order are read at once, as no test stands between them. The detector looks at the last of them and
+counts stable tiles from there: it stops where Algorithm 1 would have stopped, or later. If it has
+not stopped by tile L − 1, Algorithm 1 goes on, tile by tile. The output is that of all tiles read.
+
+A stop s and a margin m give the next L = max(s + m, L − f), f = max(1, ⌊m/4⌋): it rises as far as
+it must and falls slowly, so that few walks have to go on. For that p + m + f tiles are looked at.
 """
 
 from typing import NamedTuple
@@ -29,9 +30,19 @@ class Found(NamedTuple):
   length: Array
 
 
+def fall(margin: int) -> int:
+  """f, tiles by which a length falls at most from step to step."""
+  return max(1, margin // 4)
+
+
 def tail(patience: float | int, margin: int) -> int:
   """Last tiles of a length that the detector looks at."""
-  return int(min(patience, NEVER)) + 2 * margin
+  return int(min(patience, NEVER)) + margin + fall(margin)
+
+
+def first_read(length: Int[Array, "B K"], count: Int[Array, "B K"]) -> Int[Array, "B K"]:
+  """L, of an order of `count` tiles."""
+  return jnp.where(length > 0, jnp.minimum(length, count), count)
 
 
 def read(
@@ -49,7 +60,7 @@ def read(
   """
   assert order.plan.count is not None
   count, patience = order.plan.count, min(stop.patience, NEVER)
-  known = jnp.where(length > 0, jnp.minimum(length, count), count)  # L
+  known = first_read(length, count)  # L
   first = known - tail(patience, margin)
 
   def step(carry: tuple[Array, ...], t: Array) -> tuple[tuple[Array, ...], None]:
@@ -69,16 +80,28 @@ def read(
   tiles = jnp.arange(tiles_of(order.plan, cache.size, order.tile), dtype=jnp.int32)
   (state, _, end, keys), _ = jax.lax.scan(step, start, tiles)
   walked = jnp.where(end > 0, jnp.maximum(known, end), count)
-  return reported(Attended(state, None, None, keys), walked, end, margin)
+  return reported(Attended(state, None, None, keys), walked, known, end, margin)
 
 
 def reported(
-  attended: Attended, walked: Int[Array, "B K"], end: Int[Array, "B K"], margin: int
+  attended: Attended,
+  walked: Int[Array, "B K"],
+  known: Int[Array, "B K"],
+  end: Int[Array, "B K"],
+  margin: int,
 ) -> Attended:
-  """With notes: tiles read, and the next length, of walks that stopped after `end` tiles, or 0."""
+  """With notes: tiles read, and the next length.
+
+  Args:
+    attended: without them.
+    walked, known: tiles read, in all and at once.
+    end: those after which the detector stopped; 0: it did not.
+    margin: m.
+  """
   groups = attended.state.m.shape[2:]
   attended = attended.noting(Walked(jnp.broadcast_to(walked[..., None], walked.shape + groups)))
-  return attended.noting(Found(jnp.where(end > 0, end + margin, 0)))
+  longest = jnp.maximum(end + margin, known - fall(margin))
+  return attended.noting(Found(jnp.where(end > 0, longest, 0)))
 
 
 def _over(x: Array, like: Array) -> Array:

@@ -92,8 +92,8 @@ class ART(Wrapper):
     sinks: first tokens whose tiles come first over a cache that is walked from its end, whatever
       the base says of them. The paper has none (0), and pays: where attention rests on the first
       tokens, a walk that stops before them is far off (`scripts.studies.art_study`).
-    margin: tiles that are read beyond those of the last step's walk; None: walks know nothing of
-      each other.
+    margin: tiles that are read at once beyond the last step's stop, a sixteenth of all, say; None:
+      walks know nothing of each other.
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 

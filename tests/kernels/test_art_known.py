@@ -1,0 +1,73 @@
+"""The kernel of ART's known lengths against a loop in float64; on a GPU it is the compiled one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import ART
+from kvjax.kernels.art.known import read
+from kvjax.kernels.common.config import Config
+from kvjax.methods.art import known
+from tests.kernels.art_oracle import inputs
+from tests.methods.test_art_known import known_walk
+
+WHERE = {
+  "a long tail, in many pieces": (3, 1, 48, {"patience": 5, "margin": 6, "tau": 0.4}),
+  "a tile in parts, first tiles first": (1, 3, 96, {"patience": 2, "margin": 1, "sinks": 20}),
+  "the whole output, relative": (2, 2, 24, {"margin": 2, "probe": "full", "relative": True}),
+}
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize("name", WHERE)
+def test_lengths_of_each_head_against_a_loop(name):
+  """Lengths too short, too long and unknown; slots after the last one hold NaN."""
+  heads, groups, size, kwargs = WHERE[name]
+  tile, slots, used = 32 if "parts" in name else 16, 700, [690, 277]
+  method = ART(**{"tau": 0.5, "phi": 0.4, "patience": 1, "tile": tile, **kwargs})
+  q, k, v = inputs(size, 2, heads, groups, slots, size)
+  length = np.random.default_rng(0).integers(0, 50, (2, heads)).astype(np.int32)
+  length[0, 0], length[1, -1] = 0, 4
+  stop = np.broadcast_to(np.array(used, np.int32)[:, None], length.shape)
+  held = (np.arange(slots) < stop[..., None])[..., None]
+  how = {name: getattr(method, name) for name in ("tau", "phi", "patience", "relative")}
+  how["tail"] = known.tail(method.patience, method.margin)
+  how |= {"tile": tile, "full": method.probe == "full", "kept": -(-method.sinks // tile)}
+  if "parts" in name:
+    how["cut"] = Config(16, 1, 4, 1)
+  run = jax.jit(functools.partial(read, **how))
+  poisoned = (jnp.asarray(np.where(held, x, np.nan)) for x in (k, v))
+  operands = jnp.asarray(q), *poisoned, jnp.zeros_like(stop), jnp.asarray(stop), jnp.asarray(length)
+  found, again = (run(*operands) for _ in range(2))
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+    np.testing.assert_array_equal(a, b)
+  state, rounded = found[:2]
+  walked, end = map(np.asarray, found[2:])
+  stopped = close = 0
+  for b, h in np.ndindex(length.shape):
+    tiles = [range(t, min(t + tile, used[b])) for t in range(0, used[b], tile)][::-1]
+    tiles = tiles[len(tiles) - how["kept"] :][::-1] + tiles[: len(tiles) - how["kept"]]
+    flat = [s for t in tiles for s in t]
+    keys, values = (np.float64(x[b, h, flat]) for x in (k, v))
+    sizes = [len(t) for t in tiles]
+    want, least, (_, after), near = known_walk(
+      np.float64(q[b, h]), keys, values, sizes, method, length[b, h]
+    )
+    if near < 1e-5:
+      close += 1
+      continue
+    assert (walked[b, h], end[b, h]) == (least, after)
+    np.testing.assert_allclose(state.o[b, h], want, atol=2e-5)
+    stopped += least < len(sizes)
+  assert close <= 1 and stopped
+  np.testing.assert_array_equal(rounded, state.o)
+
+
+def test_a_tail_has_its_limit():
+  q, k, v = map(jnp.asarray, inputs(0, 1, 1, 1, 20, 16))
+  where = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+  with pytest.raises(NotImplementedError, match="tail: found 63, expected up to 62"):
+    read(q, k, v, *where, tail=63, patience=5)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
-from kvjax.core.plan import Attended, Plan
+from kvjax.core.plan import Attended
 from kvjax.methods.art import certificate, known
 from kvjax.methods.art.order import Order
 from kvjax.methods.art.splits import Walked, joined, read_by
@@ -36,7 +36,7 @@ def walks(
   at: At, cache: Cache, order: Order, q: Float[Array, "B K G H"], splits: int, stop: Stop
 ) -> Attended:
   """Walks of all splits, joined; notes `Walked`."""
-  run = _kernel(at, cache, order.plan, q, order.tile)
+  run = _kernel(at, cache, order, q)
   if run is None:
     return joined(at, cache, order, q, splits, stop)
   k, plan, span = cache.slots["k"], order.plan, order.plan.span
@@ -67,7 +67,7 @@ def known_walks(
   stop: Stop,
 ) -> Attended:
   """`known.read`, by a kernel where there is one."""
-  run = _kernel(at, cache, order.plan, q, order.tile, margin, stop.patience)
+  run = _kernel(at, cache, order, q, margin, stop.patience)
   if run is None:
     return known.read(at, cache, order, q, length, margin, stop)
   k, span, how = cache.slots["k"], order.plan.span, dataclasses.asdict(stop)
@@ -92,13 +92,13 @@ def known_walks(
 def _kernel(
   at: At,
   cache: Cache,
-  plan: Plan,
+  order: Order,
   q: Array,
-  tile: int,
   margin: int | None = None,
   patience: float | int = 0,
 ) -> Callable | None:
   """The kernel, where it does what the method needs; None: the reference."""
+  plan, tile = order.plan, order.tile
   operation = "art" if plan.codes is None else "art_quantised"
   operation = operation if margin is None else "art_known"
   at = at if plan.codes is None else over_codes(at, plan.codes)
@@ -116,6 +116,8 @@ def _kernel(
         f"looks at {known.tail(patience, margin)} tiles for its patience and margin; the "
         f"{impl!r} kernel looks at up to {LONGEST_TAIL}"
       )
+  if order.whole is not None:
+    beyond = f"asks for the mass of tiles (by_mass); the {impl!r} kernel returns none"
   if tile > LARGEST_TILE:
     beyond = f"walks tiles of {tile}; the {impl!r} kernel takes up to {LARGEST_TILE}"
   if beyond and at.env.impl == "auto":

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.core import settings
+from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Prompt
+from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import between, bound, expect, least, one_of
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
@@ -17,8 +17,8 @@ from kvjax.core.traits import Traits
 from kvjax.families import forms
 from kvjax.families.full import Full
 from kvjax.families.method import Aux, Method
-from kvjax.families.wrapper import Wrapper
-from kvjax.methods.art import certificate, kernel, known
+from kvjax.families.wrapper import Wrapper, of_base
+from kvjax.methods.art import certificate, kernel, known, mass
 from kvjax.methods.art.order import Order, Traversal, tiles_of
 from kvjax.methods.art.splits import Walked, read_by, spares_half, usual_splits
 from kvjax.methods.art.walk import Stop
@@ -49,6 +49,10 @@ class ART(Wrapper):
   With a margin a walk first reads as many tiles as it took in the last step and the margin, by as
   many programs as fill a device, and goes on from there (`kvjax.methods.art.known`). It stops no
   sooner than without. It is ours, and asks for a base that reads all that it keeps in place.
+
+  With by_mass = s tiles are walked by the mass that earlier steps gave them, begun by a prompt's
+  last queries, and every s-th token's walk reads all (`kvjax.methods.art.mass`). It is ours, too,
+  asks for the same, and has no kernel yet.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
@@ -94,10 +98,13 @@ class ART(Wrapper):
       tokens, a walk that stops before them is far off (`scripts.studies.art_study`).
     margin: tiles that are read at once beyond the last step's stop, a sixteenth of all, say; None:
       walks know nothing of each other.
+    by_mass: s, tokens from one whole walk to the next in an order by mass (32, say); None: that of
+      the paper.
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
+  _covers: ClassVar[Any] = of_base("_covers")  # `keep` adds a statistic, and moves nothing
 
   base: Method = dataclasses.field(default_factory=Full)
   tau: float | int = least(0, 1e-5)
@@ -110,6 +117,7 @@ class ART(Wrapper):
   sinks: int = least(0, 0)
   relative: bool = False
   margin: int | None = least(1, None)
+  by_mass: int | None = least(1, None)
   certify: float | None = between(0, 2, None, "[)")
 
   def __post_init__(self):
@@ -118,9 +126,14 @@ class ART(Wrapper):
       return
     expect(self, "splits", self.splits in ("auto", 1), f"1 with {self._alone}")
     moves = "plan", "order"
+    others = self.certify is None
     if self.margin is not None:
-      expect(self, "margin", self.certify is None, "None with certify")
+      expect(self, "margin", others, "None with certify")
       expect(self, "stop", self.stop == "group", "'group' with margin")
+      others = False
+    if self.by_mass is not None:
+      expect(self, "by_mass", others, "None with certify or margin")
+    if self.certify is None:
       moves = *moves, "window", "span"
     chooses = any(forms.overrides(self.base, move) for move in moves)
     if chooses or not self.base.traits.positional:
@@ -132,7 +145,7 @@ class ART(Wrapper):
   @property
   def _alone(self) -> str | None:
     """The setting that asks for one walk over all that a base keeps; None: neither is set."""
-    asked = {"certify": self.certify, "margin": self.margin}
+    asked = {"certify": self.certify, "margin": self.margin, "by_mass": self.by_mass}
     return next((name for name, value in asked.items() if value is not None), None)
 
   @property
@@ -153,6 +166,8 @@ class ART(Wrapper):
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     own = {} if self.certify is None else self._pages.summaries(spec)
+    if self.by_mass is not None:
+      own = {"mass": mass.leaf(spec, self.tile)}
     if self.margin is not None:
       own = {"walk": Leaf("heads", dtype=jnp.int32)}  # tiles of the next one's first read; 0: all
     return {**self.base.leaves(spec, layer), **own}
@@ -166,6 +181,10 @@ class ART(Wrapper):
     if self.certify is None:
       return cache
     return self._pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
+
+  def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
+    cache = self.base.keep(at, cache, turn, new)
+    return cache if self.by_mass is None else mass.begun(at, cache, turn, self.tile)
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 over the tiles of the plan in order (`order`, `walk`), in P splits (`splits`)."""
@@ -186,6 +205,8 @@ class ART(Wrapper):
 
   def _order(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Order:
     """Order of §3.3; for a certificate, by the bounds of the rounded query."""
+    if self.by_mass is not None:
+      return mass.order(at, cache, plan, self.tile, self.sinks, self.by_mass)
     if self.certify is None:
       return self._traversal(cache).order(at, cache, plan)
     if plan.window is not None and plan.window.view is not None:
@@ -215,7 +236,8 @@ class ART(Wrapper):
     return attended.noting(Walked(tiles))
 
   def _form(self, move: str) -> Any:
-    if move == "observe" and self._alone is None:  # reports, and keeps nothing of its own
+    kept = {"observe": self._alone, "keep": self.by_mass}
+    if move in kept and kept[move] is None:  # reports, and keeps nothing of its own
       return self.base._form(move)
     return super()._form(move)
 
@@ -228,6 +250,8 @@ class ART(Wrapper):
       cache = self._pages._renewed(at, cache)
     if (found := attended.noted(known.Found)) is not None:
       cache = cache.put(heads={"walk": found.length})
+    if (weights := attended.noted(mass.Weights)) is not None:
+      cache = mass.renewed(cache, weights)
     walked = attended.noted(Walked)
     return cache, aux if walked is None else {**aux, "tiles": walked.tiles}
 

@@ -27,6 +27,8 @@ class Order:
       can do without it.
     ring: int32 [B, K, 2], the slots that such an order goes round; None: it begins at the end of
       what is cached.
+    whole: bool [B], rows whose walks do not end, of an order by the mass of tiles, which is asked
+      for then.
   """
 
   plan: Plan
@@ -34,6 +36,7 @@ class Order:
   unread: Array | None = None
   direct: bool = False
   ring: Array | None = None
+  whole: Array | None = None
 
   @property
   def kept(self) -> int:

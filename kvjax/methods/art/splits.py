@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Attended, Plan
+from kvjax.methods.art.mass import Weights
 from kvjax.methods.art.order import Order, tiles_of
 from kvjax.methods.art.walk import Stop, Walk, walk
 from kvjax.primitives import softmax_state
@@ -51,6 +52,10 @@ def joined(
   state = functools.reduce(softmax_state.merge, (w.state for w in walks))
   taken = sum((w.tiles for w in walks[1:]), walks[0].tiles)
   visited = sum((w.keys for w in walks[1:]), walks[0].keys).max(-1)
+  if order.whole is not None:
+    assert order.plan.table is not None and splits == 1
+    weighed = Weights(order.plan.table, walks[0].lse)
+    return Attended(state, None, None, visited).noting(weighed).noting(Walked(taken))
   if logits is None:
     return Attended(state, None, None, visited).noting(Walked(taken))
   every = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)

@@ -66,6 +66,7 @@ class Walk:
     calm: c(t), stable tiles in a row.
     going: whether it goes on.
     tiles, keys: steps taken (tiles with a key in them), and keys read.
+    lse: ln of the mass of each tile read, float32 [B, K, G, W] in visiting order; −∞ elsewhere.
     logits: of the keys read, float32 [B, K, S, G], −∞ elsewhere; None where they are not asked for.
   """
 
@@ -75,6 +76,7 @@ class Walk:
   tiles: Array
   keys: Array
   logits: Array | None
+  lse: Array
 
 
 def walk(
@@ -93,9 +95,10 @@ def walk(
   first probe, and one of norm 0, is not stable. A tile without a key is no step.
   """
 
-  def step(walk: Walk, t: Array) -> tuple[Walk, None]:
+  def step(walk: Walk, t: Array) -> tuple[Walk, Array]:
     logits, v, slot, ok = load(at, cache, order, q, t)  # 4
-    new = softmax_state.merge(walk.state, softmax_state.of_logits(logits, v))  # 5: O(t)
+    own = softmax_state.of_logits(logits, v)
+    new = softmax_state.merge(walk.state, own)  # 5: O(t)
     stable = stop.stable(new.o, walk.state.o)  # 6–9
     counts = ok.any(-1)[..., None] & walk.going
     calm = jnp.where(counts, jnp.where(stable, walk.calm + 1, 0), walk.calm)  # 10–13: c(t) (Eq. 3)
@@ -105,6 +108,8 @@ def walk(
       done = certificate.proven(order.unread[..., t + 1], new.lse, stop.certify)
     if not stop.per_head:
       done = done.all(-1, keepdims=True)
+    if order.whole is not None:
+      done = done & ~order.whole[:, None, None]
     seen = walk.logits
     if seen is not None:
       shown = jnp.where(counts[..., None], logits, -jnp.inf)
@@ -116,13 +121,15 @@ def walk(
       tiles=walk.tiles + counts,
       keys=walk.keys + jnp.where(counts, ok.sum(-1, dtype=jnp.int32)[..., None], 0),
       logits=seen,
-    ), None
+      lse=walk.lse,
+    ), jnp.where(counts, own.lse, -jnp.inf)
 
   tiles = jnp.arange(split, tiles_of(order.plan, cache.size, order.tile), splits, dtype=jnp.int32)
   zero = jnp.zeros(q.shape[:3], jnp.int32)
   empty = softmax_state.empty(zero.shape, q.shape[-1])
-  start = Walk(empty, calm=zero, going=zero == 0, tiles=zero, keys=zero, logits=logits)  # 1, 2
-  return jax.lax.scan(step, start, tiles)[0]  # 3, 17, 18
+  start = Walk(empty, zero, zero == 0, tiles=zero, keys=zero, logits=logits, lse=empty.m)  # 1, 2
+  found, lse = jax.lax.scan(step, start, tiles)  # 3, 17, 18
+  return dataclasses.replace(found, lse=jnp.moveaxis(lse, 0, -1))
 
 
 def load(

@@ -151,7 +151,7 @@ def _settle_kernel(
 
   @pl.when(goes_on)
   def _() -> None:
-    how = {"sizes": sizes, "sinks": sinks, "scale": scale}
+    how: dict[str, Any] = {"sizes": sizes, "sinks": sinks, "scale": scale}
     _walk_on(sources, row, here, calm, outputs, end_ref, walked_ref, until=until, **how)
 
 
@@ -361,8 +361,9 @@ def read(
   interpreted = backend.interpreted(interpret)
   if cut is None:
     cut = choose_cut(tile, head_dim, q.dtype.itemsize, groups=groups, interpret=interpreted)
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
-  sources = reading.Sources(*flat, None, None, start.reshape(-1), stop.reshape(-1))
+  flat_q, flat_k, flat_v = (x.reshape(rows, *x.shape[2:]) for x in (q, k, v))
+  where = start.reshape(-1), stop.reshape(-1)
+  sources = reading.Sources(flat_q, flat_k, flat_v, None, None, *where)
   lengths = length.reshape(rows)
   rule = Detector(tau, phi, int(min(patience, NEVER)), full, relative)
   until = Stop(rule, False, kept)

@@ -67,7 +67,7 @@ KERNEL_TESTS = " ".join(
   sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
   + [
     f"tests/kernels/test_{name}.py"
-    for name in ("art_spread", "prefill_pieces", "offload", "speculation")
+    for name in ("art_known", "art_spread", "prefill_pieces", "offload", "speculation")
   ]
 )
 
@@ -326,6 +326,8 @@ STEPS = {
   "sparse": bench("sparse"),
   "cpe": bench("cpe"),
   "art": bench("art", limit=240, few=False),
+  "art_known": bench("art", "known"),
+  "art_e2e_known": bench("art_e2e", "known", 300),
   **{f"art_e2e_B{n}": bench("art_e2e", f"B{n}", 540) for n in (8, 1, 4, 2)},
   "speculation": Step("kvjax.programs.tune prr", 420),
   **{f"prr_{n}K": bench("prr", f"T{n}K 1024x16") for n in (16, 32, 64, 128, 256, 512)},

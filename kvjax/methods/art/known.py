@@ -22,6 +22,9 @@ from kvjax.methods.art.order import Order, tiles_of
 from kvjax.methods.art.splits import Walked
 from kvjax.methods.art.walk import NEVER, Stop, load
 from kvjax.primitives import softmax_state
+from kvjax.primitives.softmax_state import State
+
+Carry = tuple[State, Array, Array, Array]  # of a walk: state, stable tiles in a row, stop, keys
 
 
 class Found(NamedTuple):
@@ -63,7 +66,7 @@ def read(
   known = first_read(length, count)  # L
   first = known - tail(patience, margin)
 
-  def step(carry: tuple[Array, ...], t: Array) -> tuple[tuple[Array, ...], None]:
+  def step(carry: Carry, t: Array) -> tuple[Carry, None]:
     state, calm, end, keys = carry
     reads = (t < count) & ((t < known) | (end == 0))
     logits, v, _, ok = load(at, cache, order, q, t)

@@ -125,7 +125,7 @@ class ART(Wrapper):
     if self._alone is None:
       return
     expect(self, "splits", self.splits in ("auto", 1), f"1 with {self._alone}")
-    moves = "plan", "order"
+    moves: tuple[str, ...] = ("plan", "order")
     others = self.certify is None
     if self.margin is not None:
       expect(self, "margin", others, "None with certify")
@@ -150,8 +150,9 @@ class ART(Wrapper):
 
   @property
   def traits(self) -> Traits:
-    """A decoded token may stop early; a prompt's never does."""
-    return super().traits.but(order_independent=False)
+    """A decoded token may stop early; a prompt's never does. Its last queries begin an order."""
+    base = super().traits
+    return base.but(order_independent=False, chunkable=base.chunkable and self.by_mass is None)
 
   @property
   def _pages(self) -> Quest:

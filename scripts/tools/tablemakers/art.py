@@ -81,7 +81,7 @@ def _allowed(name: str = "") -> cells.Column:
 # Every base and shape that was run.
 steps = cells.cases(
   "art_e2e",
-  "",
+  "^(?!known)",
   ("base", _allowed()),
   ("ART, τ = 1e-5", _allowed("ART 1e-5")),
   ("ART, τ = 0.01", _allowed("ART 1e-2")),
@@ -124,6 +124,24 @@ def stops(results: Results, names: str) -> Part:
   for who in ("a query head", "a group"):
     head += [(f"read, {who}", SHARE), ("stop", SHARE), ("mean error", "{:.1e}")]
   return cells.table(head, rows, labels=3)
+
+
+def orders(results: Results, names: str) -> Part:
+  """What groups read step after step by each test, order and margin, the τ fitted elsewhere."""
+  rows = []
+  for path in sorted((results.folder / "art_study").glob(f"{names}*.json")):
+    file = path.relative_to(results.folder).as_posix()
+    raw = results.json(file)
+    text, fitted = raw["about"]["text"], ", ".join(raw["fitted_on"])
+    setting = f"{raw['about']['model']}, {text}, {raw['steps']} steps to {raw['ends']} tokens"
+    held = results.study(file, setting, n=raw["walks"], fitted=fitted)
+    for rule, row in held["rules"].items():
+      longer = row["longer"] if "margin" in rule else None
+      rows.append([rule, text.split()[-1], *map(row.get, ("tau", "read", "error", "error_p99"))])
+      rows[-1].append(longer)
+  error = "{:.1e}"
+  head: list[Any] = ["walks", "text", ("τ", error), ("read", SHARE), ("mean error", error)]
+  return cells.table([*head, ("99 % below", error), ("go on", SHARE)], rows, labels=2)
 
 
 def groups(results: Results, names: str) -> Part:

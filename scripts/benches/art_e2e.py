@@ -106,7 +106,8 @@ class Held(kvjax.ART):
     return cache.put(heads={"walk": jnp.broadcast_to(length, cache.pos.shape[:2])})
 
   def observe(self, at: Any, cache: Any, q: Any, plan: Any, attended: Any) -> Any:
-    return self.base.observe(at, cache, q, plan, attended)
+    after, aux = kvjax.ART.observe(self, at, cache, q, plan, attended)
+    return after.put(heads={"walk": cache.heads["walk"]}), aux
 
 
 def recorded(order: str, tau: str) -> Stops:

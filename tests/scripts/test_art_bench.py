@@ -61,3 +61,13 @@ def test_a_contender_of_other_steps_gets_no_time():
   assert "us" in near and near["steps_apart"] == 1
   assert "us" not in far and far["error"] == 0
   assert "2 steps apart, expected at most 1" in bench.table(report)
+
+
+@pytest.mark.slow
+def test_known_lengths_read_what_they_say():
+  """Everything where nothing stops; else each head its own share."""
+  cases = list(art.cases(True, only="known"))
+  assert len({tuple(case.steps().flat) for case in cases}) == len(cases) == 3
+  for case in cases:
+    assert bench.check(case)["ART, known"] <= case.tolerance
+    assert bench.check_steps(case)["ART, known"] == 0

@@ -86,3 +86,15 @@ def test_the_suite_on_a_tiny_shape(capsys):
   said = capsys.readouterr().out
   assert "SnapKV 0.2 tiny B2 T0.5K" in said and "of a walk's tiles" in said
   assert "1.17 and 1.27" in said and "wrong" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("after", "share"), [(1.0, 1.0), (0.6, 0.6)])
+def test_known_lengths_stay(after, share):
+  """A step reads the same share as the one before, and all where nothing stops."""
+  model, method = e2e.weights("tiny"), art_e2e.Held(after=after, tile=4)
+  held = art_e2e.filled(model, method, 2, 400, 1.0, jax.random.key(0))
+  for step in range(3):
+    _, held, aux = model.decode(jnp.zeros(2, jnp.int32), held, method, with_aux=True)
+    every = 100 if share < 1 else -(-(401 + step) // 4)
+    assert (np.array([layer["tiles"] for layer in aux]) == round(share * every)).all()

@@ -125,3 +125,76 @@ def test_what_is_written(tmp_path, capsys):
     art_study.main(art_study.Args(path, tile=4, least=99, out=tmp_path))
   with pytest.raises(FileNotFoundError, match="recording: found no"):
     art_study.main(art_study.Args(tmp_path / "none.npz"))
+
+
+@pytest.fixture
+def few(monkeypatch):
+  """Steps of 49 to 60 tokens, after four that begin an order."""
+  for name, value in {"ENDS": (60,), "STEPS": 12, "WINDOW": 4}.items():
+    monkeypatch.setattr(art_study, name, value)
+
+
+def every_position(values, heat=0.0):
+  arrays = recording(values, heat=heat)
+  q = np.zeros((1, 2, 64, 40), np.float16)
+  q[..., 0] = 40**0.5
+  return {**arrays, "layer3/q": q, "positions": np.arange(64, dtype=np.int32)}
+
+
+def walked(segment, rule, tau):
+  """Tiles read at each step, of a segment whose order does not change."""
+  steps = [art_study.step_of(segment, i, 4, rule, segment.begun) for i in range(12)]
+  found = art_study.Reads()
+  return [int(read[0]) for read in art_study.walk_steps(steps, rule, tau, found)], found.summary()
+
+
+def test_steps_of_constant_values(few):
+  """A walk takes p + 1 tiles by itself; a known length falls by a tile a step to that and one."""
+  (segment,) = art_study.segments(every_position(np.ones((64, 40))), 4)
+  counts = [-(-n // 4) for n in range(49, 61)]
+  assert segment.tokens.tolist() == [*range(49, 61)] and counts[0] == 13
+  np.testing.assert_allclose(segment.mass[0, 0, 0], [4] * 12 + [1, 0, 0])
+  np.testing.assert_allclose(segment.begun[0, :3], np.mean([4 / n for n in range(45, 49)]))
+  read, summary = walked(segment, art_study.Rule("sinks", True), 0.01)
+  assert read == [6] * 12 and summary["error"] == pytest.approx(0, abs=1e-12)
+  assert summary["read"] == pytest.approx(np.mean([6 / n for n in counts]))
+  read, summary = walked(segment, art_study.Rule("sinks", True, 1), 0.01)
+  assert read == [13, 12, 11, 10, 9, 8, 7, 7, 7, 7, 7, 7] and summary["longer"] == 0
+  read, _ = walked(segment, art_study.Rule("newest", True, 1), 0.0)
+  assert read == counts
+
+
+def test_steps_by_mass_find_a_heavy_tile(few):
+  """Key 20 has nearly all mass: read third by mass, after the first tile and the newest."""
+  values = np.ones((64, 40))
+  values[20] = -1
+  arrays = every_position(values)
+  arrays["layer3/k"][0, 20, 0] = 9
+  (segment,) = art_study.segments(arrays, 4)
+  rule = art_study.Rule("mass", True)
+  step = art_study.step_of(segment, 0, 4, rule, segment.begun)
+  assert step.index[0, :3].tolist() == [0, 12, 5]
+  found = art_study.Reads()
+  art_study.by_mass(segment, 4, rule, 0.01, found)
+  share = np.ravel(found.share)
+  assert share[0] == 1 and (share[1:] < 0.7).all() and found.summary()["error"] < 1e-2
+
+
+@pytest.mark.slow
+def test_steps_are_written_with_the_text_of_each_fit(few, tmp_path):
+  rng, paths = np.random.default_rng(0), []
+  for name in ("one", "two"):
+    arrays = every_position(rng.normal(size=(64, 40)))
+    paths.append(tmp_path / f"{name}.npz")
+    np.savez(paths[-1], about=np.asarray(json.dumps({"model": "tiny", "text": name})), **arrays)
+  args = art_study.Args(paths[0], tile=4, fit=(paths[1],), out=tmp_path / "out")
+  art_study.main(args)
+  found = json.loads((tmp_path / "out" / "steps4_one.json").read_text("utf-8"))
+  assert found["fitted_on"] == ["two"] and set(found["rules"]) == set(art_study.RULES)
+  assert all(row["fitted"]["error"] <= art_study.ERROR for row in found["rules"].values())
+  with pytest.raises(ValueError, match="--fit: found the tested text, one, expected others"):
+    art_study.main(art_study.Args(paths[0], tile=4, fit=(paths[0],), out=tmp_path))
+  arrays.pop("positions")
+  arrays["positions"] = np.arange(0, 64, 2, dtype=np.int32)
+  with pytest.raises(ValueError, match="recording: found no query of each of 45 to 60 tokens"):
+    next(art_study.segments(arrays, 4))

@@ -41,6 +41,7 @@ CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
   "art over streaming_llm": ART(StreamingLLM(256, rope="original"), splits=1),
   "streaming_llm, original": StreamingLLM(256, rope="original"),
   "art, certified": ART(certify=0.01),
+  "art, known lengths": ART(margin=8),
   "prr over infllm_v2": PRR(settings.example(InfLLMv2, 256), budget=1.25),
   "prr, strict": PRR(settings.example(Quest, 256), budget=1.25, strict=True),
   "cis per query head": CIS(k=64, per="query_head"),

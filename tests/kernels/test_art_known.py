@@ -12,7 +12,7 @@ from kvjax.kernels.art.known import read
 from kvjax.kernels.common.config import Config
 from kvjax.methods.art import known
 from tests.kernels.art_oracle import inputs
-from tests.methods.test_art_known import known_walk
+from tests.methods.art_walks import known_walk
 
 WHERE = {
   "a long tail, in many pieces": (3, 1, 48, {"patience": 5, "margin": 6, "tau": 0.4}),

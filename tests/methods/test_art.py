@@ -12,44 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import ART, H2O, Env, Full, LongFlow, Method, Quest, SnapKV, Span, StreamingLLM
-from kvjax.testing.layer import Layer, Stream, softmax_average
+from kvjax.testing.layer import Layer, Stream
+from tests.methods.art_walks import newest_tiles, walk
 from tests.oracles import keys, queries
-
-
-def walk(q, keys, values, sizes, method, pinned=0):
-  """Algorithm 1 for the G queries of one KV head over keys in visiting order, in tiles of `sizes`.
-
-  Returns outputs [G, H], steps of every query, and how near a test was to its threshold.
-  """
-  groups, head_dim = q.shape
-  strided = head_dim > 32 and method.probe == "strided32"
-  probe = [i * head_dim // 32 for i in range(32)] if strided else list(range(head_dim))
-  last, calm = np.zeros(q.shape), np.zeros(groups, int)
-  going, steps, margin = np.ones(groups, bool), np.zeros(groups, int), np.inf
-  out = np.zeros(q.shape)
-  for end in np.cumsum(sizes):
-    done = np.zeros(groups, bool)
-    for g in range(groups):
-      if not going[g]:
-        continue
-      steps[g] += 1
-      x = keys[:end] @ q[g] / math.sqrt(head_dim)
-      out[g] = softmax_average(x, values[:end])
-      new, old = out[g][probe], last[g][probe]
-      scale = np.sqrt(((new - old) ** 2).sum())
-      norms = np.sqrt((new**2).sum()) * np.sqrt((old**2).sum())
-      if method.relative and norms > 0:
-        scale = scale / np.sqrt((new**2).sum())
-      turn = 1 - (new @ old) / norms if norms > 0 else np.inf
-      calm[g] = calm[g] + 1 if norms > 0 and scale < method.tau and turn < method.phi else 0
-      done[g] = calm[g] >= method.patience
-      margin = min(margin, abs(scale - method.tau), abs(turn - method.phi))
-      last[g] = out[g]
-    if method.stop == "group":
-      done[:] = done[going].all() and going.any()
-    if end >= pinned:
-      going &= ~done
-  return out, steps, margin
 
 
 def check(method, stream, lengths, steps, order, budget=64):
@@ -75,17 +40,6 @@ def check(method, stream, lengths, steps, order, budget=64):
       stopped += int(taken.min() < len(sizes))
   assert close <= 2
   return stopped
-
-
-def newest_tiles(tile):
-  """A full cache: tiles of `tile` slots from a multiple on, newest first, ascending within."""
-
-  def order(cache, b, h):
-    used = int(cache.used[b])
-    starts = range((used - 1) // tile * tile, -1, -tile)
-    return [list(range(start, min(start + tile, used))) for start in starts], 0
-
-  return order
 
 
 SETTINGS = [

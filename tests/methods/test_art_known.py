@@ -1,40 +1,12 @@
 """Known lengths of ART's walks, against a loop in float64 and Algorithm 1's own stops."""
 
-import math
-
 import numpy as np
 import pytest
 
 from kvjax import ART, Env, Full, Quest, SnapKV, StreamingLLM
-from kvjax.testing.layer import Layer, Stream, softmax_average
-from tests.methods.test_art import newest_tiles, walk
+from kvjax.testing.layer import Layer, Stream
+from tests.methods.art_walks import known_walk, newest_tiles, walk
 from tests.oracles import keys, queries
-
-
-def known_walk(q, k, v, sizes, method, length):
-  """Outputs of G queries, tiles read, the next length and the stop, and how near a test came."""
-  ends, p, m = np.cumsum(sizes), method.patience, method.margin
-  size = q.shape[1]
-  probe = [i * size // 32 for i in range(32)] if size > 32 and method.probe == "strided32" else ...
-  least = -(-method.sinks // method.tile)
-  known = min(length, len(sizes)) if length else len(sizes)
-  calm, stop, fall = 0, 0, max(1, m // 4)
-  margin, last = math.inf, np.zeros(q.shape)
-  for t, end in enumerate(ends):
-    if t >= known and stop:
-      break
-    out = np.stack([softmax_average(k[:end] @ x / math.sqrt(size), v[:end]) for x in q])
-    stable = t > 0
-    for new, old in zip(out[:, probe], last[:, probe], strict=True):
-      moved = np.linalg.norm(new - old) / (np.linalg.norm(new) if method.relative else 1)
-      turn = 1 - new @ old / (np.linalg.norm(new) * np.linalg.norm(old)) if t else 2
-      stable &= moved < method.tau and turn < method.phi
-      margin = min(margin, abs(moved - method.tau), abs(turn - method.phi))
-    calm = calm + 1 if stable and t >= known - p - m - fall else 0
-    if calm >= p and not stop and t + 1 >= least:
-      stop = t + 1
-    last, read = out, t + 1
-  return last, read, (max(stop + m, known - fall) if stop else 0, stop), margin
 
 
 def first_tile_first(order):

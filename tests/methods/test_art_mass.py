@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import ART, Env, SnapKV
 from kvjax.testing.layer import Layer, Stream
-from tests.methods.test_art import walk
+from tests.methods.art_walks import walk
 from tests.oracles import keys, queries
 
 TILE, EVERY = 4, 5

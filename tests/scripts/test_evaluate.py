@@ -1174,6 +1174,8 @@ CPU = {**H200, "device": "cpu"}
     ("art:splits=4", 2048, CPU, True),
     ("art:patience=2,tile=256", 768, CPU, True),
     ("art:certify=0.1", 512, CPU, False),
+    ("art:splits=auto,margin=8", 768, CPU, True),
+    ("art:splits=auto,margin=8", 769, CPU, False),
     ("quest", 16, CPU, False),
     ("module:Class", 16, CPU, False),
   ],

@@ -36,7 +36,7 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
   assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False
-  splits = method.splits
+  splits = method.splits if method.margin is None and method.by_mass is None else 1
   if splits == "auto":
     tiles = -(-length // method.tile)
     splits = usual_splits(settings["config"]["kv_heads"], tiles)

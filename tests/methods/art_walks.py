@@ -1,0 +1,80 @@
+"""ART's walks by loops in float64, and the order newest first."""
+
+import math
+
+import numpy as np
+
+from kvjax.testing.layer import softmax_average
+
+
+def walk(q, keys, values, sizes, method, pinned=0):
+  """Algorithm 1 for the G queries of one KV head over keys in visiting order, in tiles of `sizes`.
+
+  Returns outputs [G, H], steps of every query, and how near a test was to its threshold.
+  """
+  groups, head_dim = q.shape
+  strided = head_dim > 32 and method.probe == "strided32"
+  probe = [i * head_dim // 32 for i in range(32)] if strided else list(range(head_dim))
+  last, calm = np.zeros(q.shape), np.zeros(groups, int)
+  going, steps, margin = np.ones(groups, bool), np.zeros(groups, int), np.inf
+  out = np.zeros(q.shape)
+  for end in np.cumsum(sizes):
+    done = np.zeros(groups, bool)
+    for g in range(groups):
+      if not going[g]:
+        continue
+      steps[g] += 1
+      x = keys[:end] @ q[g] / math.sqrt(head_dim)
+      out[g] = softmax_average(x, values[:end])
+      new, old = out[g][probe], last[g][probe]
+      scale = np.sqrt(((new - old) ** 2).sum())
+      norms = np.sqrt((new**2).sum()) * np.sqrt((old**2).sum())
+      if method.relative and norms > 0:
+        scale = scale / np.sqrt((new**2).sum())
+      turn = 1 - (new @ old) / norms if norms > 0 else np.inf
+      calm[g] = calm[g] + 1 if norms > 0 and scale < method.tau and turn < method.phi else 0
+      done[g] = calm[g] >= method.patience
+      margin = min(margin, abs(scale - method.tau), abs(turn - method.phi))
+      last[g] = out[g]
+    if method.stop == "group":
+      done[:] = done[going].all() and going.any()
+    if end >= pinned:
+      going &= ~done
+  return out, steps, margin
+
+
+def known_walk(q, k, v, sizes, method, length):
+  """Outputs of G queries, tiles read, the next length and the stop, and how near a test came."""
+  ends, p, m = np.cumsum(sizes), method.patience, method.margin
+  size = q.shape[1]
+  probe = [i * size // 32 for i in range(32)] if size > 32 and method.probe == "strided32" else ...
+  least = -(-method.sinks // method.tile)
+  known = min(length, len(sizes)) if length else len(sizes)
+  calm, stop, fall = 0, 0, max(1, m // 4)
+  margin, last = math.inf, np.zeros(q.shape)
+  for t, end in enumerate(ends):
+    if t >= known and stop:
+      break
+    out = np.stack([softmax_average(k[:end] @ x / math.sqrt(size), v[:end]) for x in q])
+    stable = t > 0
+    for new, old in zip(out[:, probe], last[:, probe], strict=True):
+      moved = np.linalg.norm(new - old) / (np.linalg.norm(new) if method.relative else 1)
+      turn = 1 - new @ old / (np.linalg.norm(new) * np.linalg.norm(old)) if t else 2
+      stable &= moved < method.tau and turn < method.phi
+      margin = min(margin, abs(moved - method.tau), abs(turn - method.phi))
+    calm = calm + 1 if stable and t >= known - p - m - fall else 0
+    if calm >= p and not stop and t + 1 >= least:
+      stop = t + 1
+    last, read = out, t + 1
+  return last, read, (max(stop + m, known - fall) if stop else 0, stop), margin
+
+
+def newest_tiles(tile):
+  """A full cache: tiles of `tile` slots from a multiple on, newest first, ascending within."""
+
+  def order(cache, b, h):
+    used = int(cache.used[b])
+    starts = range((used - 1) // tile * tile, -1, -tile)
+    return [list(range(start, min(start + tile, used))) for start in starts], 0
+
+  return order

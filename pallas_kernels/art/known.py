@@ -27,7 +27,7 @@ from kvjax.kernels.decode.dense import check
 from kvjax.primitives.softmax_state import State
 
 MAX_TAIL = 62  # tiles that the detector looks at, and one before
-JOINED = 16  # partial states joined per step, at the probe's columns
+JOINED = 32  # partial states joined per step, at the probe's columns
 VALUES = 8192  # of the probes that a program looks at at once
 SETTLE_WARPS = 8
 

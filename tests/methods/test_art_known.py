@@ -1,9 +1,12 @@
 """Known lengths of ART's walks, against a loop in float64 and Algorithm 1's own stops."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from kvjax import ART, Env, Full, Quest, SnapKV, StreamingLLM
+from kvjax.testing import check
 from kvjax.testing.layer import Layer, Stream
 from tests.methods.art_walks import known_walk, newest_tiles, walk
 from tests.oracles import keys, queries
@@ -92,3 +95,15 @@ def test_a_new_prompt_is_read_whole():
 def test_what_known_lengths_ask_for(kwargs, message):
   with pytest.raises(ValueError, match=message):
     ART(**kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known(ART):
+  """ART whose walks know their lengths, unless told otherwise."""
+
+  margin: int | None = 1
+
+
+@pytest.mark.slow
+def test_known_lengths_obey_the_laws():
+  check(Known)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from kvjax.programs.evals import stats
 from scripts.tools.tablemakers import cells
@@ -98,6 +99,31 @@ def needles(results: Results, folder: str) -> Part:
     rows.append([f"`{method}`{comma}{rest}", *row])
   head = ["method", "right of answered", "right where all answered"]
   head += [("recall", "{:.3f}"), ("by chance", "{:.3f}"), "best layer"]
+  return cells.table(head, rows)
+
+
+def apart(results: Results, folder: str) -> Part:
+  """Needles that one of two rows finds and the other does not, Ltri beside each other row.
+
+  p is McNemar's exact test: that either finds what the other misses as often.
+  """
+  held = results.json(f"{folder}/{FILE}")
+  about, answers = held["about"], {name: found for name, found in held["answers"].items() if found}
+  mine, rows = answers.pop("ltri"), []
+  record = _record(folder, about, "ltri", mine)
+  for name, theirs in answers.items():
+    both = [(mine[i]["right"], theirs[i]["right"]) for i in mine.keys() & theirs.keys()]
+    only = [sum(pair == which for pair in both) for which in ((True, False), (False, True))]
+    p = binomtest(only[0], max(1, sum(only))).pvalue
+    sources = record, _record(folder, about, name, theirs)
+    method, comma, rest = name.partition(",")
+    rows.append([f"`{method}`{comma}{rest}", *(Number(x, *sources) for x in (*only, p))])
+  head = (
+    "beside `ltri`",
+    ("`ltri` alone", "{:.0f}"),
+    ("this one alone", "{:.0f}"),
+    ("p", "{:.1e}"),
+  )
   return cells.table(head, rows)
 
 

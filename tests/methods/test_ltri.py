@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from kvjax import Carry, Env, Ltri
 from kvjax.families.streamed import injected
+from kvjax.methods.ltri import method
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
+from kvjax.ops import offload
 from kvjax.programs.retrieval_heads import Asking
 from kvjax.testing.layer import Stream, capped, rotate
 from tests.slow_spans import slow_counts, slow_divide, slow_elect, slow_ratio
@@ -118,6 +121,16 @@ class LtriOracle(Oracle):
         votes[b] = votes.get(b, 0.0) + part * (self.head[1] if self.head else 1.0)
       chosen = sorted(votes, key=lambda b: (-votes[b], -score[b], b))
     return (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
+
+
+class Divided:
+  """A module whose stores are on a host, or not."""
+
+  def __init__(self, module, hosted):
+    self.module, self.hosted = module, hosted
+
+  def __getattr__(self, name):
+    return (lambda: self.hosted) if name == "on_host" else getattr(self.module, name)
 
 
 SMALL = {"init_tokens": 3, "local": 8, "block": 6, "retrieved": 2, "chunk": 12, "held": 3}
@@ -278,6 +291,26 @@ def test_persistent_decode_moves_nothing(persistent):
   assert int(run.caches[0].rows["gone"][0]) == gone + 3
   same = [(a == b).all() for a, b in zip(*map(jax.tree.leaves, (before, copies())), strict=True)]
   assert all(same) == persistent
+
+
+def test_a_map_divided_in_every_step_changes_nothing(monkeypatch):
+  """On a GPU a step divides its map whether or not it ends a block."""
+  m, stream = Ltri(**SMALL, **PIECES), Stream.random(10, tokens=70, head_dim=8)
+  run = Stack(m, [stream], capacity=70)
+  run.prefill([12, 12], [0, 0], 12)
+
+  def decoded(always):
+    # The name that `learn` asks; where stores lie stays as it is.
+    monkeypatch.setattr(method, "offload", Divided(offload, always))
+    step = jax.jit(functools.partial(m.decode_step, m.at(Env(1, tile=4), 0)))
+    cache = run.caches[0]
+    for t in range(12, 24):
+      _, cache, *_ = step(cache, *columns(stream, [t, t]), jnp.ones(2, bool), Carry())
+    return cache
+
+  caches = [decoded(always) for always in (False, True)]
+  assert (np.asarray(caches[0].rows["spans"]) != np.asarray(run.caches[0].rows["spans"])).any()
+  chex.assert_trees_all_equal(*caches)
 
 
 @pytest.mark.slow

@@ -444,6 +444,12 @@ def test_by_layer_equals_the_whole():
   chex.assert_trees_all_close(*map(jax.tree.leaves, (ours, theirs)), atol=1e-5)
 
 
+def test_steps_are_one_program_on_a_gpu(monkeypatch):
+  assert by_layer.decodes(model(), _Alike(16))
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert by_layer.reads(model()) and not by_layer.decodes(model(), _Alike(16))
+
+
 def test_layers_that_are_alike_share_a_program():
   jitted()
   by_layer._decode.clear_cache()

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import GREEDY, Device, Step
 from kvjax.models.decode.prefill import empty, read_prompt, widths
+from kvjax.models.decode.requests import AHEAD, Answer, End, Reading, Request
 from kvjax.models.decode.rows import check_alike
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import UNSOUND, Always, ends
@@ -32,107 +33,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
-End = Literal["stop", "limit", "cancelled", "failed"]
 STOPS = 8  # stop tokens of a request that the device knows; the host finds others a little later
-AHEAD = 8  # steps under way while the host reads one, or sees to a prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-  """The end of a request, and its answer.
-
-  Attributes:
-    request: the number that `Batcher.submit` or `insert` gave.
-    tokens: int32 [n], the answer; a stop token, or the token that completes a stop string, is last.
-    end: why it ended: at a stop, at its limit, cancelled, or failed.
-    text: of the tokens, without stops; None where the batcher has no tokenizer.
-    logprobs: float32 [n], log-probability in nats of each token under the model; None where the
-      batcher was not asked for them.
-    caches: of its row, at batch 1, for a request that keeps them: `prefill` reads a further turn
-      into them. After a stop string, or a stop token beyond the first 8, up to `AHEAD` = 8 more
-      tokens are in.
-    error: what failed.
-  """
-
-  request: int
-  tokens: np.ndarray
-  end: End
-  text: str | None = None
-  logprobs: np.ndarray | None = None
-  caches: Caches | None = None
-  error: Exception | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-  """A request from its submission to its end; `row` −1: it waits for one.
-
-  Prompts of equal `widths` may be read together, unless one is to be read `alone`. `sound` says
-  whether the logits of a reading are finite, and which are this prompt's, where nobody has looked.
-  """
-
-  number: int
-  limit: int
-  seed: int
-  stop: tuple[int, ...]
-  sampling: Sampling
-  text: RowText | None
-  on_text: Callable[[str], Any] | None
-  keep: bool
-  prompt: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-  widths: tuple[int, ...] = ()
-  alone: bool = False
-  row: int = -1
-  steps: int = 0  # dispatched with it
-  tokens: list[int] = dataclasses.field(default_factory=list)
-  logprobs: list[float] = dataclasses.field(default_factory=list)
-  sound: tuple[Array, int] | None = None
-  over: bool = False
-
-  def feed(self, token: int, logprob: float | None) -> End | None:
-    """Takes a token; the reason if it is the last one."""
-    self.tokens.append(token)
-    if logprob is not None:
-      self.logprobs.append(logprob)
-    stopped = token in self.stop
-    if self.text is not None:
-      self._told(self.text.flush() if stopped else self.text.feed(token))
-      stopped |= self.text.ended
-    return "stop" if stopped else "limit" if len(self.tokens) == self.limit else None
-
-  def _told(self, new: str) -> None:
-    if new and self.on_text is not None:
-      self.on_text(new)
-
-  def answer(self, end: End, told: bool, error: Exception | None) -> Answer:
-    """The answer so far, as the last one; with log-probabilities if `told`."""
-    self.over = True
-    text = None
-    if self.text is not None:
-      self._told(self.text.flush())
-      text = self.text.text
-    logprobs = np.array(self.logprobs, np.float32) if told else None
-    return Answer(self.number, np.array(self.tokens, np.int32), end, text, logprobs, None, error)
-
-
-@dataclasses.dataclass
-class _Reading:
-  """Prompts that are read together, and then wait for a row each.
-
-  Attributes:
-    requests: those that have no row yet, by their places in the reading.
-    tokens, sizes: int32 [n, T] and [n], of the prompts; a place without one has size 0.
-    done: tokens of the longest prompt that have been read.
-    caches: of n rows, once there are any.
-    read: logits float32 [n, V], and whether they are finite, bool [n], once all have been read.
-  """
-
-  requests: dict[int, _Request]
-  tokens: np.ndarray
-  sizes: np.ndarray
-  done: int = 0
-  caches: Caches = ()
-  read: tuple[Array, Array] | None = None
 
 
 class Batcher:
@@ -220,12 +121,12 @@ class Batcher:
     logits, idle = np.zeros((rows, vocab), np.float32), np.zeros(rows, bool)
     kind = method, sampling.greedy, logprobs
     self._device = Device(model, kind, logits, caches, idle, always, None)
-    self._rows: list[_Request | None] = [None] * rows
-    self._queue: collections.deque[_Request] = collections.deque()
-    self._reading: _Reading | None = None
+    self._rows: list[Request | None] = [None] * rows
+    self._queue: collections.deque[Request] = collections.deque()
+    self._reading: Reading | None = None
     self._layered = ByLayer(model) if by_layer.reads(model) else None
-    self._known: dict[int, _Request] = {}
-    self._under_way: collections.deque[tuple[Step, list[_Request]]] = collections.deque()
+    self._known: dict[int, Request] = {}
+    self._under_way: collections.deque[tuple[Step, list[Request]]] = collections.deque()
     self._answers: list[Answer] = []
     self._next = 0
 
@@ -327,7 +228,7 @@ class Batcher:
     sampling: Sampling | None = None,
     on_text: Callable[[str], Any] | None = None,
     keep: bool = False,
-  ) -> _Request:
+  ) -> Request:
     """A checked request after a prompt of so many tokens, with the next number."""
     config = self._model.config
     limit = checks.whole("limit", limit, 1)
@@ -351,7 +252,7 @@ class Batcher:
     seed = self._next if seed is None else checks.whole("seed", seed, 0, 2**31)
     text = None if self._tokenizer is None else RowText(self._tokenizer.stream(), strings)
     stops = checks.stops(stop, config.vocab)
-    request = _Request(self._next, limit, seed, stops, sampling, text, on_text, keep)
+    request = Request(self._next, limit, seed, stops, sampling, text, on_text, keep)
     self._known[request.number] = request
     self._next += 1
     return request
@@ -428,7 +329,7 @@ class Batcher:
         return
       self._reading = None
 
-  def _gathered(self) -> _Reading:
+  def _gathered(self) -> Reading:
     """Takes the first request and others of its widths out of the queue, to be read together."""
     first = self._queue[0]
     alike = (x for x in self._queue if not x.alone and x.widths == first.widths)
@@ -439,9 +340,9 @@ class Batcher:
     for row, request in zip(tokens, chosen, strict=False):
       self._queue.remove(request)
       row[: request.prompt.size] = request.prompt
-    return _Reading(dict(enumerate(chosen)), tokens, sizes)
+    return Reading(dict(enumerate(chosen)), tokens, sizes)
 
-  def _advance(self, reading: _Reading) -> None:
+  def _advance(self, reading: Reading) -> None:
     """Reads the prompts, or with `chunk` the next piece of each."""
     if not reading.caches:
       reading.caches = empty(self._model, self._method, self._together, self._capacity)
@@ -457,7 +358,7 @@ class Batcher:
     if end == size:
       reading.read = logits, _sound(logits)
 
-  def _failed(self, requests: list[_Request], error: Exception) -> None:
+  def _failed(self, requests: list[Request], error: Exception) -> None:
     """Ends a request whose reading failed; several are read again, each alone."""
     if len(requests) == 1:
       self._end(requests[0], "failed", error)
@@ -468,7 +369,7 @@ class Batcher:
 
   def _enter(
     self,
-    request: _Request,
+    request: Request,
     logits: Float[Array, "n V"],
     caches: Caches,
     source: int,
@@ -482,7 +383,7 @@ class Batcher:
     knobs = request.sampling.knobs(self._model.config.vocab)
     self._device.enter(row, logits, caches, source, request.seed, stop, knobs)
 
-  def _read(self, step: Step, holders: list[_Request]) -> None:
+  def _read(self, step: Step, holders: list[Request]) -> None:
     """Gives a step's tokens to the requests that it was dispatched with."""
     tokens, logprobs = self._device.fetch(step)
     for request in holders:
@@ -502,7 +403,7 @@ class Batcher:
         if (end := request.feed(token, logprob)) is not None:
           self._end(request, end)
 
-  def _end(self, request: _Request, end: End, error: Exception | None = None) -> None:
+  def _end(self, request: Request, end: End, error: Exception | None = None) -> None:
     """Its answer is there, and its row free."""
     answer = request.answer(end, self._logprobs, error)
     del self._known[request.number]
@@ -516,7 +417,7 @@ class Batcher:
         answer = dataclasses.replace(answer, caches=held)
     self._answers.append(answer)
 
-  def _forget(self, request: _Request) -> None:
+  def _forget(self, request: Request) -> None:
     """Has a request wait no longer; a reading that nobody waits for is dropped."""
     if request in self._queue:
       self._queue.remove(request)

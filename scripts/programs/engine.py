@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.models.decode.batcher import Answer, Batcher
+from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.requests import Answer
 from kvjax.programs.evals.continuations import Pair, Score
 
 Inbox = collections.deque[tuple["Choice", str | Answer]]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from kvjax.models.decode.batcher import Answer
+from kvjax.models.decode.requests import Answer
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs.engine import Choice, Inbox
 from kvjax.programs.evals.asked import Settings

@@ -34,7 +34,8 @@ from starlette.routing import Route
 
 import kvjax
 from kvjax.methods import labels
-from kvjax.models.decode.batcher import Answer, Batcher
+from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.requests import Answer
 from kvjax.models.decode.sampling import Sampling
 from kvjax.programs import common, openai_format
 from kvjax.programs.engine import Choice, Engine

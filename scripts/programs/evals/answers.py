@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.models.decode.batcher import Answer
+from kvjax.models.decode.requests import Answer
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
 from kvjax.programs.evals import walks

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 import kvjax
-from kvjax.models.decode.batcher import Answer, Batcher
+from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.requests import Answer
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 

@@ -69,7 +69,7 @@ def test_so_are_all_other_cells(name):
 @pytest.mark.slow
 def test_constants_are_what_the_fit_gives():
   fitted = step_time.fitted([CELLS[name] for name in step_time.FITTED], H200)
-  said = step_time.LAYER, step_time.CHOICE, step_time.WALK, step_time.DISPATCH
+  said = step_time.LAYER, step_time.CHOICE, step_time.WALK, step_time.STREAMED
   assert list(fitted) == pytest.approx(said, abs=0.05e-6)
 
 

@@ -23,7 +23,7 @@ from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import bench_files
 
-LAYER, CHOICE, WALK, STREAMED = 28.5e-6, 11.9e-6, 79.0e-6, 89.4e-6  # seconds
+LAYER, CHOICE, WALK, STREAMED = 28.5e-6, 11.9e-6, 79.0e-6, 88.5e-6  # seconds
 ROWS = 8  # the largest batch of the cells
 FETCHED = 0.73  # of the host link's bandwidth, by blocks fetched from there: `bench_offload.json`
 # Of a further walk where a guess mostly hits: PRR over Quest after real text, a layer that chooses

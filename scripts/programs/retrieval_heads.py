@@ -59,7 +59,7 @@ Ltri = TypeVar("Ltri", bound=kvjax.Ltri)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """How prompts are streamed, and settings of Ltri-LLM."""
+  """Sizes of a stream, and settings of Ltri-LLM."""
 
   window: int = 512
   """Newest tokens that stay on the device."""

@@ -374,7 +374,7 @@ class Rule:
 
 @dataclasses.dataclass
 class Reads:
-  """What groups read of their tiles, step by step, and the errors of their query heads.
+  """Tiles that groups read, step by step, and the errors of their query heads.
 
   Attributes:
     share: of the tiles, [K] of each step and layer.
@@ -560,7 +560,7 @@ def by_steps(fit: list[Segment], tested: list[Segment], tile: int) -> dict[str, 
 
 
 def steps_table(found: dict[str, Any], about: str) -> str:
-  """What groups read step after step, as text."""
+  """Tiles that groups read step after step, as text."""
   head = f"{'τ':>9} {'fitted':>8} {'error':>9} {'read':>8} {'error':>9} {'99 %':>9} {'longer':>7}"
   lines = [about, "", f"  {'':36} {head}"]
   for name, row in found.items():

@@ -127,7 +127,7 @@ def stops(results: Results, names: str) -> Part:
 
 
 def orders(results: Results, names: str) -> Part:
-  """What groups read step after step by each test, order and margin, the τ fitted elsewhere."""
+  """Tiles that groups read step after step by test, order and margin, τ fitted elsewhere."""
   rows = []
   for path in sorted((results.folder / "art_study").glob(f"{names}*.json")):
     file = path.relative_to(results.folder).as_posix()

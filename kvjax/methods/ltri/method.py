@@ -234,12 +234,18 @@ class Ltri(Streamed, moves=("divide",)):
     index = flat - start[:, None]
     asks = (index >= 0) & (flat < end[:, None])
     blocks, state = pos.shape[1], attended.state
-    q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))
     k = spans.cut(slots.take(near["k"], slot), 2, blocks)
-    maps = spans.maps_of(at, k, State(q, m, l), asks.reshape(pos.shape))
-    # Rows of tokens that came before, all of them in the first block.
-    before = (pos < start[:, None, None])[:, None, None, ..., None]
-    return jnp.where(before, cache.heads["map"][:, :, :, None], maps)
+    known = cache.heads["map"][:, :, :, None]  # of the first block: rows of tokens before
+    behind = (pos - start[:, None, None])[:, None, None, ..., None]
+    if q.shape[3] == 1:  # a token is one row
+      asked = State(*(x[:, :, :, None] for x in (q, state.m, state.l)))
+      ok = (pos <= start[:, None, None]) & (start < end)[:, None, None]
+      row = spans.maps_of(at, k, asked, ok[..., None, :])
+      return jnp.where(behind == 0, row, jnp.where(behind < 0, known, 0))
+    q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))
+    token = jnp.arange(self.block)
+    ok = asks.reshape(pos.shape)[..., None] & (token <= token[:, None])  # P (Eq. 2)
+    return jnp.where(behind < 0, known, spans.maps_of(at, k, State(q, m, l), ok))
 
   def summarise(
     self,

@@ -18,16 +18,14 @@ from kvjax.primitives.softmax_state import State
 
 
 def maps_of(
-  at: At, k: Float[Array, "B K E U H"], asked: State, asks: Bool[Array, "B E U"]
-) -> Float[Array, "B K G E U U"]:
-  """Probability that each query of a block gives to each of its keys (Eqs. 1 to 3), head by head.
+  at: At, k: Float[Array, "B K E U H"], asked: State, ok: Bool[Array, "B E Q U"]
+) -> Float[Array, "B K G E Q U"]:
+  """Probability that queries of a block give to those of its keys that are ok (Eqs. 1 to 3).
 
-  `asked` holds the queries [B, K, G, E, U, H] in the place of o, and their m and l.
+  Head by head. `asked` holds the queries [B, K, G, E, Q, H] in the place of o, and their m and l.
   """
   logits = jnp.einsum("bkgeuh,bkevh->bkgeuv", asked.o, k, preferred_element_type=jnp.float32)
   logits = softmax_state.capped(logits * k.shape[-1] ** -0.5, at.env.soft_cap)
-  token = jnp.arange(asks.shape[-1])
-  ok = asks[..., None] & (token <= token[:, None])  # P (Eq. 2)
   logits = jnp.where(ok[:, None, None], logits, -jnp.inf)
   return softmax_state.probabilities(asked, logits)
 
@@ -61,16 +59,18 @@ def _ordered(
   would be as fast, and takes far longer to compile.
   """
   bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-  digits = jnp.arange(1, 16, dtype=jnp.uint32)
+  digits = jnp.arange(
+    1, 4, dtype=jnp.uint32
+  )  # of two bits: every one tried is as large as the values
 
   def narrow(i: Array, found: Array) -> Array:
-    shift = (28 - 4 * i).astype(jnp.uint32)
+    shift = (30 - 2 * i).astype(jnp.uint32)
     tried = found[..., None] + (digits << shift)
     smaller = (bits[..., None, :] < tried[..., None]).sum(-1)
     fits = (smaller <= index[..., None]).sum(-1, dtype=jnp.uint32)
     return found + (fits << shift)
 
-  found = jax.lax.fori_loop(0, 8, narrow, jnp.zeros(index.shape, jnp.uint32))
+  found = jax.lax.fori_loop(0, 16, narrow, jnp.zeros(index.shape, jnp.uint32))
   return jax.lax.bitcast_convert_type(found, jnp.float32)
 
 

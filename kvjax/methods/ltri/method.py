@@ -226,9 +226,8 @@ class Ltri(Streamed, moves=("divide",)):
     """Maps of the blocks of tokens `pos` [B, E, U], of which those of [start, end) are new."""
     (pos, start, end), size = where, cache.size
     flat = pos.reshape(pos.shape[0], -1)
-    behind = near["pos"].shape[2] > size  # whether the new tokens stand after the slots
     slot = self._slot_of(flat, size)
-    if behind:
+    if near["pos"].shape[2] > size:  # the new tokens stand after the slots
       slot = jnp.where(flat < start[:, None], slot, size + flat - start[:, None])
     slot = jnp.broadcast_to(slot[:, None], (*near["pos"].shape[:2], flat.shape[1]))
     index = flat - start[:, None]
@@ -236,16 +235,16 @@ class Ltri(Streamed, moves=("divide",)):
     blocks, state = pos.shape[1], attended.state
     k = spans.cut(slots.take(near["k"], slot), 2, blocks)
     known = cache.heads["map"][:, :, :, None]  # of the first block: rows of tokens before
-    behind = (pos - start[:, None, None])[:, None, None, ..., None]
+    after = (pos - start[:, None, None])[:, None, None, ..., None]
     if q.shape[3] == 1:  # a token is one row
       asked = State(*(x[:, :, :, None] for x in (q, state.m, state.l)))
       ok = (pos <= start[:, None, None]) & (start < end)[:, None, None]
       row = spans.maps_of(at, k, asked, ok[..., None, :])
-      return jnp.where(behind == 0, row, jnp.where(behind < 0, known, 0))
+      return jnp.where(after == 0, row, jnp.where(after < 0, known, 0))
     q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))
     token = jnp.arange(self.block)
     ok = asks.reshape(pos.shape)[..., None] & (token <= token[:, None])  # P (Eq. 2)
-    return jnp.where(behind < 0, known, spans.maps_of(at, k, State(q, m, l), ok))
+    return jnp.where(after < 0, known, spans.maps_of(at, k, State(q, m, l), ok))
 
   def summarise(
     self,

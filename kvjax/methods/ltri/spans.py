@@ -59,9 +59,8 @@ def _ordered(
   would be as fast, and takes far longer to compile.
   """
   bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
-  digits = jnp.arange(
-    1, 4, dtype=jnp.uint32
-  )  # of two bits: every one tried is as large as the values
+  # Of two bits: for each that is tried there is an array as large as the values.
+  digits = jnp.arange(1, 4, dtype=jnp.uint32)
 
   def narrow(i: Array, found: Array) -> Array:
     shift = (30 - 2 * i).astype(jnp.uint32)

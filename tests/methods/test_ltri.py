@@ -235,7 +235,7 @@ def test_how_similar_each_head_finds_a_chunks_blocks():
         oracle.read(count[b], votes)
         found = np.asarray(run.caches[layer].heads["alone"])[b]
         found = found.reshape(-1, found.shape[-1])[:, : len(want)]
-        np.testing.assert_allclose(found.T, want, atol=2e-4)
+        np.testing.assert_allclose(found.T, want, atol=2e-5)
   assert len(want) > 3
 
 

@@ -668,6 +668,7 @@ CORE = (
   "art-unitNone-H128-bfloat16-sm",
   "art-unitNone-H128-bfloat16-share",
   "art-int8-unitNone-H128-sm",
+  "art-known-G4",
   "decode-H128-bfloat16",
   "enter_codes-GQA-int8",
   "enter_codes-GQA-int4",

@@ -2,6 +2,7 @@
 
     kvjax generate "Name three rivers."
     kvjax generate "Who wrote the letter?" --method ltri --budget 2048 --context-file book.txt
+    kvjax generate "Who wrote the letter?" --method ltri --context-file book.txt --keep caches
     kvjax generate "Once upon a time" --raw --temperature 0.8 --top-p 0.95 --method snapkv
     kvjax generate "Name three rivers." --json | jq .cache_bytes
     kvjax generate --file questions.txt --rows 16 > answers.jsonl
@@ -34,6 +35,7 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, context, many, turn
+from kvjax.programs.keep import Keeper
 from kvjax.runtime import memory, processes
 
 
@@ -73,6 +75,9 @@ class Args:
   prefill_chunk: Annotated[int | None, common.optional("TOKENS")] = None
   """Read the prompt so many tokens at a time; by default at most 16 pieces of a long one, where
   the method allows it."""
+  keep: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Save what is read of a long prompt in this folder, every ten minutes and on Ctrl-C; the same
+  command goes on from there."""
   raw: bool = False
   """Continue the prompt as it is, without the chat template."""
   system: Annotated[str | None, common.optional("TEXT")] = None
@@ -152,10 +157,11 @@ def answer(
     taken.written += int((tokens >= 0).sum())
 
   try:
-    caches = model.init_caches(method, spec.batch, spec.capacity)
+    keep = None if args.keep is None else Keeper(args.keep)
+    caches = None if keep else model.init_caches(method, spec.batch, spec.capacity)
     step = console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr)
-    how = spec, taken, step
-    logits, caches = turn.read(model, ids, caches, method, *how, chunk=args.prefill_chunk)
+    how = {"chunk": args.prefill_chunk, "keep": keep}
+    logits, caches = turn.read(model, ids, caches, method, spec, taken, step, **how)
     with taken.writing:
       generation, caches = generate(
         model,
@@ -197,7 +203,8 @@ def main(args: Args) -> int | None:
   if (args.prompt is None) == (args.file is None):
     found = "neither" if args.file is None else "both"
     raise ValueError(f"PROMPT, --file: found {found}, expected one of them")
-  for option, given in (("--context-file", args.context_file), ("--json", args.json or None)):
+  alone = {"--context-file": args.context_file, "--json": args.json or None, "--keep": args.keep}
+  for option, given in alone.items():
     if None not in (args.file, given):
       raise ValueError(f"{option}: found with --file, expected it with PROMPT")
   method = labels.instance(args.method, args.budget, "--method")

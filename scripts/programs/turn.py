@@ -21,6 +21,7 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 from kvjax.programs import common, console
 from kvjax.programs.clock import Clock
+from kvjax.programs.keep import Keeper
 
 # A long prompt is read in 16 pieces at most: its progress shows, and few programs are compiled.
 PIECES, LEAST = 16, 2048
@@ -69,7 +70,7 @@ class Turn:
 def read(
   model: Transformer,
   ids: list[int],
-  caches: Caches,
+  caches: Caches | None,
   method: Method,
   spec: CacheSpec,
   turn: Turn,
@@ -77,17 +78,19 @@ def read(
   *,
   chunk: int | None = None,
   begun: int = 0,
+  keep: Keeper | None = None,
 ) -> tuple[Array, Caches]:
   """`prefill` of one row, within a step that shows how much has been read.
 
   Args:
-    model, caches, method: as `prefill` takes them.
+    model, caches, method: as `prefill` takes them; no caches with `keep`.
     ids: the prompt's tokens.
     spec: sizes of the caches.
     turn: counts tokens and seconds, and has the stream.
     step: not yet entered.
     chunk: tokens to read at a time; None: as `pieces` says.
     begun: tokens of the prompt that the caches hold, of a stream that was interrupted.
+    keep: keeps the caches in a folder, or goes on from those there.
 
   Returns:
     Logits and caches.
@@ -97,24 +100,32 @@ def read(
     turn.read = begun + count
     step.progress(f"{turn.read / len(ids):.0%}" if count < end else "")
 
-  size = chunk or pieces(method, len(ids))
+  size = chunk or pieces(method, len(ids), LEAST if keep is None else 0)
   with turn.reading, step:
     if size is None and method.traits.stream is None:
+      if keep is not None:
+        raise NotImplementedError(f"--keep: found {method!r}, which has to see a prompt at once")
       tokens = common.right_padded(ids, multiple=64)
+      assert caches is not None
       logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
     else:
       how = {"chunk": size, "total": None if size is None else [len(ids)]}
-      turn.stream = PromptStream(model, method, spec, caches=caches, **how)
-      turn.stream.feed([ids[begun:]], on_chunk=on_chunk)
-      logits, caches = turn.stream.finish(on_chunk=on_chunk)
+      if keep is None:
+        turn.stream, room = PromptStream(model, method, spec, caches=caches, **how), 0
+        turn.stream.feed([ids[begun:]], on_chunk=on_chunk)
+      else:
+        turn.stream, room = keep.stream(model, method, spec, ids, **how), spec.capacity - len(ids)
+        begun = keep.saved
+        keep.read(turn.stream, ids, on_chunk)
+      logits, caches = turn.stream.finish(room=room, on_chunk=on_chunk)
     jax.block_until_ready(logits)
   turn.read = len(ids)
   return logits, caches
 
 
-def pieces(method: Method, length: int) -> int | None:
+def pieces(method: Method, length: int, short: int = LEAST) -> int | None:
   """Tokens to read at a time of a prompt; None: at once, since it is short or the method has to."""
-  if length <= LEAST or method.traits.stream is not None or not method.traits.chunkable:
+  if length <= short or method.traits.stream is not None or not method.traits.chunkable:
     return None
   return max(LEAST, 1 << (-(-length // PIECES) - 1).bit_length())
 

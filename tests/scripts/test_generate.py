@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.programs import common, console, generate, turn
+from kvjax.programs import common, console, generate, keep, turn
 from scripts.examples import tiny
 
 ARGS = generate.Args("Who?", steps=8, method="streaming_llm", budget=16)
@@ -119,3 +119,34 @@ def test_a_context_that_is_outgrown_is_said_before_the_prompt_is_read(loaded, mo
   model.config = dataclasses.replace(model.config, limited=True)
   with pytest.raises(ValueError, match="the prompt and --steps 8: found 31 tokens"):
     generate.main(args)
+
+
+@pytest.mark.core(1)
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("method", ["ltri", "full"])
+def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_path, method):
+  """The same answer as of a prompt that nothing stopped; another prompt is refused."""
+  monkeypatch.setattr(turn, "LEAST", 16)
+  text = "".join(chr(97 + i * i % 26) for i in range(400))
+  args = generate.Args(text, raw=True, steps=8, method=method, budget=128)
+  shown = []
+  monkeypatch.setattr(generate.sys.stdout, "write", shown.append)
+  generate.main(args)
+  whole = "".join(shown)
+  args, kept = dataclasses.replace(args, keep=tmp_path / "kept"), keep.Keeper._save
+  times = iter(range(100))
+
+  def interrupted(self, stream):
+    kept(self, stream)
+    if next(times) == 1:
+      raise KeyboardInterrupt
+
+  monkeypatch.setattr(keep, "EVERY", -1.0)  # after each chunk
+  monkeypatch.setattr(keep.Keeper, "_save", interrupted)
+  with pytest.raises(SystemExit, match=r"stopped: [1-9]\d* of \d+ tokens are in .*kept"):
+    generate.main(args)
+  shown.clear()
+  generate.main(args)
+  assert "".join(shown) == whole
+  with pytest.raises(ValueError, match=r"found [1-9]\d* tokens of another"):
+    generate.main(dataclasses.replace(args, prompt="b" + text))

@@ -3,8 +3,8 @@
 Pure functions on the host, in float64, so that no rounding comes between a quantity and its bound.
 Arrays are NumPy's or JAX's; leading axes are arbitrary. Keys count from 0, and logarithms are
 natural. Where the paper's statement needs an assumption that models do not meet (unit queries,
-constants that are given), this module has the form that holds for any input. No logits
-have a soft cap.
+constants that are given), this module has the form that holds for any input; where a closer bound
+holds, it has that. No logits have a soft cap.
 """
 
 from typing import NamedTuple
@@ -126,23 +126,42 @@ def information_bound(
   return np.asarray(2 * (entropy + delta * np.log(keys)))
 
 
+def shift_bound(change: Float[Numbers, "*batch S"]) -> Float[np.ndarray, "*batch"]:
+  """tanh(osc/4) ≥ ½·‖A(x + d) − A(x)‖₁ for any logits x: osc = max d − min d, of their change d.
+
+  A weight is multiplied by e^d_i / Σ A_j e^d_j. Among changes of one oscillation two values of d,
+  each on half of the mass, move most, and those move tanh(osc/4). Lemma 6 has osc/2 for it.
+
+  Args:
+    change: d; keys that are out of sight have NaN.
+  """
+  change = _wide(change)
+  return np.asarray(np.tanh((np.nanmax(change, -1) - np.nanmin(change, -1)) / 4))
+
+
 def query_drift(
   q: Float[Numbers, "*#batch H"],
   anchor: Float[Numbers, "*#batch H"],
   k: Float[Numbers, "*#batch S H"],
   visible: Bool[Numbers, "*#batch S"] | None = None,
+  *,
+  in_advance: bool = False,
 ) -> Certificate:
-  """Δ_att = ‖A(q′) − A(q)‖₁ ≤ 2·‖q′ − q‖·max_i ‖k_i‖ / √H, over the same keys.
+  """Δ_att = ‖A(q′) − A(q)‖₁ ≤ 2·tanh(osc/4), osc over the keys of (q′ − q)·k_i/√H (`shift_bound`).
 
-  Lemmas 5 and 6. Eq. 14 puts √(2 − 2τ) for ‖q′ − q‖, which is right for queries of norm 1 only.
+  That reads every key. What is known in advance is osc ≤ 2·‖q′ − q‖·max_i ‖k_i‖ / √H. Lemmas 5
+  and 6 have 2·‖q′ − q‖·max_i ‖k_i‖ / √H for Δ_att, at least twice as much; and Eq. 14 puts
+  √(2 − 2τ) for ‖q′ − q‖, which is right for queries of norm 1 only.
   """
   shift = attention(q, k, visible) - attention(anchor, k, visible)
-  length = np.linalg.norm(_wide(k), axis=-1)
-  if visible is not None:
-    length = np.where(np.asarray(visible), length, 0.0)
-  distance = np.linalg.norm(_wide(q) - _wide(anchor), axis=-1)
-  bound = 2 * distance * length.max(-1) / np.sqrt(q.shape[-1])
-  return Certificate(np.abs(shift).sum(-1), bound)
+  step, root = _wide(q) - _wide(anchor), np.sqrt(q.shape[-1])
+  if in_advance:
+    length = np.where(_seen(visible), np.linalg.norm(_wide(k), axis=-1), 0.0)
+    bound = np.tanh(np.linalg.norm(step, axis=-1) * length.max(-1) / (2 * root))
+  else:
+    change = (_wide(k) @ step[..., None])[..., 0] / root
+    bound = shift_bound(np.where(_seen(visible), change, np.nan))
+  return Certificate(np.abs(shift).sum(-1), 2 * bound)
 
 
 def sharing_loss(
@@ -153,18 +172,35 @@ def sharing_loss(
   also: Bool[Numbers, "*#batch S"] | None = None,
   visible: Bool[Numbers, "*#batch S"] | None = None,
 ) -> Certificate:
-  """β = τ*(q′) − τ(q′) ≤ 2·Δ_att: what q′ loses by sharing the anchor's keys (Eqs. 14 and 42).
+  """β = τ*(q′) − τ(q′) ≤ Δ_att: what q′ loses by sharing the anchor's keys (Eqs. 14 and 42).
 
   τ* is the mass of its own `count` heaviest keys, τ that of the anchor's and of `also`, the
-  neighbours, say. The keys are the same for both, and no radius is assumed; `query_drift` bounds
-  Δ_att.
+  neighbours, say. Keys that only one of the two sets has are counted once each, so that the paper's
+  2·Δ_att is twice what is needed. The keys are the same for both, and no radius is assumed;
+  `query_drift` bounds Δ_att.
   """
   own, other = attention(q, k, visible), attention(anchor, k, visible)
   shared = heaviest(other, count)
   if also is not None:
     shared = shared | np.asarray(also)
   lost = dropped_mass(own, shared) - dropped_mass(own, heaviest(own, count))
-  return Certificate(lost, 2 * np.abs(own - other).sum(-1))
+  return Certificate(lost, np.abs(own - other).sum(-1))
+
+
+def shared_mass(
+  q: Float[Numbers, "*#batch H"],
+  anchor: Float[Numbers, "*#batch H"],
+  k: Float[Numbers, "*#batch S H"],
+  chosen: Bool[Numbers, "*#batch S"],
+  visible: Bool[Numbers, "*#batch S"] | None = None,
+) -> Certificate:
+  """δ(q′) ≤ δ(q) + tanh(osc/4): what q′ drops of keys that any rule `chosen` for the anchor q.
+
+  No mass of a set moves more than half of Δ_att. The anchor's own δ is known once it has retrieved.
+  """
+  other = dropped_mass(attention(anchor, k, visible), chosen)
+  drift = query_drift(q, anchor, k, visible).bound / 2
+  return Certificate(dropped_mass(attention(q, k, visible), chosen), other + drift)
 
 
 def fit_recency(
@@ -248,27 +284,32 @@ def freezing_loss(
   visible: Bool[Numbers, "*#batch S"] | None = None,
   largest: Float[Numbers, "*#batch"] | None = None,
 ) -> Certificate:
-  """β_ETF = ½·‖Ã − A‖₁ ≤ ‖q‖·max_i ‖k̃_i − k_i‖ / √H: what freezing changes in one layer (Th. 8).
+  """β_ETF = ½·‖Ã − A‖₁ ≤ tanh(osc/4), osc of q·(k̃_i − k_i)/√H: one layer's change by freezing.
 
-  The largest change of a key stands for B·e^(−μ(ℓ − ℓ_s)), the least that Eq. 45 allows. That of
-  other keys can be passed, and then the bound holds where no key changes more. It is the change of
-  one layer for one query; that of the layers above, which read changed states, adds up.
+  Theorem 8 has ‖q‖·max_i ‖k̃_i − k_i‖ / √H, at least twice as much; there the largest change of a
+  key stands for B·e^(−μ(ℓ − ℓ_s)), the least that Eq. 45 allows. That of other keys can be passed,
+  and then the bound, with osc ≤ 2·‖q‖·`largest`/√H, holds where no key changes more. It is the
+  change of one layer for one query; that of the layers above, which read changed states, adds up.
 
   Args:
     q: query.
     k: keys as the layer computes them.
     frozen: keys with those of frozen tokens taken from the layer below; rotated alike.
     visible: keys that the query sees; None: all.
-    largest: change of a key, B·e^(−μ(ℓ − ℓ_s)); None: the largest of those that the query sees.
+    largest: change of a key, B·e^(−μ(ℓ − ℓ_s)); None: osc itself, of the keys that the query sees.
   """
   shift = attention(q, frozen, visible) - attention(q, k, visible)
   if largest is None:
-    change = np.linalg.norm(_wide(frozen) - _wide(k), axis=-1)
-    if visible is not None:
-      change = np.where(np.asarray(visible), change, 0.0)
-    largest = change.max(-1)
-  bound = np.linalg.norm(_wide(q), axis=-1) * _wide(largest) / np.sqrt(q.shape[-1])
+    change = ((_wide(frozen) - _wide(k)) @ _wide(q)[..., None])[..., 0] / np.sqrt(q.shape[-1])
+    bound = shift_bound(np.where(_seen(visible), change, np.nan))
+  else:
+    reach = np.linalg.norm(_wide(q), axis=-1) * _wide(largest) / np.sqrt(q.shape[-1])
+    bound = np.tanh(reach / 2)
   return Certificate(np.abs(shift).sum(-1) / 2, bound)
+
+
+def _seen(visible: Numbers | None) -> np.ndarray:
+  return np.asarray(True if visible is None else visible)
 
 
 def _wide(x: Numbers | float) -> np.ndarray:

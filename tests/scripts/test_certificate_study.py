@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.analysis.certificates import Certificate
+from scripts.examples import tiny
 from scripts.studies import certificate_study as study
 from scripts.tools.tablemakers import Results, studies
 
@@ -20,7 +21,17 @@ def text(seed, layers=8, heads=2, groups=3, dim=8):
   k = rng.normal(size=(layers, heads, size, dim)).cumsum(0).astype(np.float32) * 0.2
   frozen = k + 0.01 * rng.normal(size=k.shape).astype(np.float32)
   q = rng.normal(size=(layers, heads, groups, newest, dim)).astype(np.float32)
-  return study.Text(list(q), list(k), list(frozen), np.arange(size - newest, size))
+  position = np.arange(size - newest, size)
+  return study.Text(list(q), list(k), list(frozen), [shared(rng, x) for x in k], position)
+
+
+def shared(rng, k):
+  """Steps of a layer, every other of which shares with the first."""
+  heads, size, dim = k.shape
+  steps = np.arange(ARGS.queries)[:, None]
+  anchor = np.broadcast_to(np.where(steps % 2, 0, -1), (ARGS.queries, heads))
+  q = rng.normal(size=(ARGS.queries, heads, 3, dim)).astype(np.float32)
+  return study.Shared(q, k, rng.random((ARGS.queries, heads, size)) < 0.3, anchor)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +46,8 @@ def of(found, name, fitted):
 def test_what_is_fitted_to_itself_holds(found):
   own = [row for row in found if row.fitted in (study.KNOWN, study.SAME)]
   assert {row.name.split(",")[0].split(" (")[0] for row in own} == {
-    *("query drift", "sharing", "information of the index", "window", "freezing")
+    *("query drift", "sharing", "mass dropped by what CIS shares"),
+    *("information of the index", "window", "freezing"),
   }
   assert all(row.found.holds for row in own)
   assert all((row.found.actual <= row.trivial + 1e-12).all() for row in own)
@@ -77,6 +89,21 @@ def test_queries_before_are_not_those_that_are_certified():
   assert changed == {study.BEFORE}
 
 
+def test_cis_is_followed_in_a_model(tmp_path):
+  """Queries that share look at what an earlier one chose, and at the newest tokens."""
+  model, tokenizer = tiny.load()
+  args = dataclasses.replace(ARGS, out=tmp_path, queries=24, cosine=0.2, budget=16)
+  for layer in study.read(model, tokenizer, "1862-Lincoln-1", args).cis:
+    shares = np.argwhere(layer.anchor >= 0)
+    assert 0 < len(shares) < layer.anchor.size
+    (row,) = study._selected(layer)
+    assert row.found.holds and row.found.actual.shape == (len(shares), layer.q.shape[2])
+    for step, head in shares:
+      anchor = layer.anchor[step, head]
+      assert anchor < step and anchor // 16 == step // 16 and layer.anchor[anchor, head] == -1
+      assert layer.chosen[step, head, 40 + step]  # its own token
+
+
 def test_the_loss_of_information_by_hand():
   """Two contexts that look at two keys each: ln 2 nats, and none where both look alike."""
   apart = np.array([[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]])
@@ -94,6 +121,7 @@ def test_shares_by_hand():
   assert (line["bounds"], line["below"], line["fails"]) == (4, 0.5, 0.25)
   assert line["below_by_text"] == [0.5, 0.5] and line["fails_by_text"] == [0, 0.5]
   assert (line["bound_over_trivial"], line["actual_over_trivial"]) == (0.75, 0.375)
+  assert (line["below_half"], line["below_half_by_text"]) == (0, [0, 0])  # 1 is not below 1
   assert "50.0% (50.0% to 50.0%)" in study.table([line])
 
 

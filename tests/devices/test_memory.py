@@ -16,6 +16,7 @@ ON_GPU = jax.default_backend() == "gpu"  # where stores lie on the host
 SPEC = CacheSpec(batch=2, capacity=128, kv_heads=8, groups=2, head_dim=16, layers=4)
 
 
+@pytest.mark.kin
 @pytest.mark.core(9)
 @pytest.mark.parametrize("name", METHODS)
 def test_the_plan_is_what_caches_take(name):

@@ -50,6 +50,7 @@ def test_what_is_attended_to_is_what_a_step_visits(name):
       assert np.mean(seen) == LESS.get(name, 1) * attended
 
 
+@pytest.mark.kin
 @pytest.mark.core(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_read_alike_and_longer_contexts_read_no_less(name):

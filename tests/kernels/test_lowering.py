@@ -41,11 +41,10 @@ def compiled(call: str) -> tuple:
 def _tier(call: str, seen: set[tuple[str, ...]]) -> Any:
   """A call's test: in the core, slow, or of sweeps.
 
-  Slow are those for the GPU of the measurements, the first of every form of a kernel for the newest
-  GPU of small shared memory, and the first of every kernel for the others.
+  Slow are those for the GPU of the measurements, and the first of every kernel for the others.
   """
-  kernel, *form, capability = call.split("-")
-  kind = kernel, *form[: capability == "sm120"], capability
+  kernel, *_, capability = call.split("-")
+  kind = kernel, capability
   first = capability == "sm90" or kind not in seen
   seen.add(kind)
   if call in FAST and "-share-" not in call:  # the assembler takes ten seconds for these

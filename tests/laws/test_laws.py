@@ -47,14 +47,14 @@ IN_THE_REST = {
 
 def put_to_all(law):
   """A test of one law, with a case for every method."""
-  rest = IN_THE_REST.get(law, ())
+  rest = set(IN_THE_REST.get(law, ()))
   marks = {name: [pytest.mark.slow] * (name in rest) for name in METHODS}
   if law == "pallas_equals_reference":  # in a decoder what is shown in a layer
     for name in METHODS.keys() - FAMILIES:
       marks[name].append(pytest.mark.sweep)
-  # Arrays of a kind are exchanged alike, and drivers of a kind look for NaN alike.
-  if law in ("rows_enter_and_leave_a_live_batch", "nan_raises_when_asked"):
-    for name in KIN:
+  # These are of what methods of a kind have in common: layouts, drivers, moves they do not change.
+  if law in BY_FAMILY | ALONE | {"pallas_equals_reference_in_a_layer"}:
+    for name in KIN & rest:
       marks[name].append(pytest.mark.sweep)
   cases = [pytest.param(name, marks=mark) for name, mark in marks.items()]
 

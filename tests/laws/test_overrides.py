@@ -713,6 +713,7 @@ def test_declarations_describe_moves():
 TYPICAL = ("full", "snapkv", "quest", "art", "prr", "infllm")
 
 
+@pytest.mark.kin
 @pytest.mark.core(2)
 @pytest.mark.parametrize(
   "name",

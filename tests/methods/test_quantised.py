@@ -204,6 +204,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.kin
 @pytest.mark.core(3)
 @pytest.mark.rest
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 0), (2, 8)])

@@ -88,6 +88,7 @@ def test_restored_caches_go_on_as_the_saved_ones(method, tmp_path):
   assert [p.name for p in path.iterdir()] == ["1"]
 
 
+@pytest.mark.kin
 @pytest.mark.core(6)
 @pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -194,13 +194,14 @@ def shared_mass(
   chosen: Bool[Numbers, "*#batch S"],
   visible: Bool[Numbers, "*#batch S"] | None = None,
 ) -> Certificate:
-  """δ(q′) ≤ δ(q) + tanh(osc/4): what q′ drops of keys that any rule `chosen` for the anchor q.
+  """δ(q′) ≤ δ(q) + Δ_att/2: what q′ drops of keys that any rule `chosen` for the anchor q.
 
-  No mass of a set moves more than half of Δ_att. The anchor's own δ is known once it has retrieved.
+  No set's mass moves more than half of Δ_att, which `query_drift` bounds. The anchor's own δ is
+  known once it has retrieved.
   """
-  other = dropped_mass(attention(anchor, k, visible), chosen)
-  drift = query_drift(q, anchor, k, visible).bound / 2
-  return Certificate(dropped_mass(attention(q, k, visible), chosen), other + drift)
+  own, other = attention(q, k, visible), attention(anchor, k, visible)
+  moved = np.abs(own - other).sum(-1) / 2
+  return Certificate(dropped_mass(own, chosen), dropped_mass(other, chosen) + moved)
 
 
 def fit_recency(

@@ -203,15 +203,20 @@ def _shared(
 
 
 def _selected(cis: Shared) -> Iterator[Row]:
-  """Mass that a query drops which shares under CIS: of the set that it really attended to."""
+  """Mass that a query drops which shares under CIS, of the set that it really attended to."""
   steps, size = len(cis.q), cis.k.shape[1]
   shares = cis.anchor >= 0
   anchor = np.where(shares, cis.anchor, 0)
   before = np.take_along_axis(cis.q, anchor[:, :, None, None], 0)
   visible = np.arange(size) <= np.arange(size - steps, size)[:, None, None, None]
   chosen = cis.chosen[:, :, None]
-  found = certificates.shared_mass(cis.q, before, cis.k[None, :, None], chosen, visible)
-  yield Row("mass dropped by what CIS shares", KNOWN, 1.0, Certificate(*(x[shares] for x in found)))
+  keys = cis.k[None, :, None]
+  found = certificates.shared_mass(cis.q, before, keys, chosen, visible)
+  drift = certificates.query_drift(cis.q, before, keys, visible)
+  by_drift = found.bound + (drift.bound - drift.actual) / 2
+  for how, bound in (("Δ_att measured", found.bound), ("Δ_att by the drift's bound", by_drift)):
+    name = f"mass that CIS drops by sharing, {how}"
+    yield Row(name, KNOWN, 1.0, Certificate(found.actual[shares], bound[shares]))
 
 
 def _information(weight: np.ndarray, args: Args) -> Iterator[Row]:

@@ -46,7 +46,7 @@ def of(found, name, fitted):
 def test_what_is_fitted_to_itself_holds(found):
   own = [row for row in found if row.fitted in (study.KNOWN, study.SAME)]
   assert {row.name.split(",")[0].split(" (")[0] for row in own} == {
-    *("query drift", "sharing", "mass dropped by what CIS shares"),
+    *("query drift", "sharing", "mass that CIS drops by sharing"),
     *("information of the index", "window", "freezing"),
   }
   assert all(row.found.holds for row in own)
@@ -96,8 +96,8 @@ def test_cis_is_followed_in_a_model(tmp_path):
   for layer in study.read(model, tokenizer, "1862-Lincoln-1", args).cis:
     shares = np.argwhere(layer.anchor >= 0)
     assert 0 < len(shares) < layer.anchor.size
-    (row,) = study._selected(layer)
-    assert row.found.holds and row.found.actual.shape == (len(shares), layer.q.shape[2])
+    for row in study._selected(layer):
+      assert row.found.holds and row.found.actual.shape == (len(shares), layer.q.shape[2])
     for step, head in shares:
       anchor = layer.anchor[step, head]
       assert anchor < step and anchor // 16 == step // 16 and layer.anchor[anchor, head] == -1

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,16 +85,14 @@ class Paired:
     return dataclasses.replace(self.contender, seconds=seconds)
 
 
-def overhead(ours: Paired, theirs: Paired) -> str:
-  """Median of the paired ratios less 1, with a bootstrap interval of 95 %; warm-ups left out."""
-  pairs = np.asarray(ours.times[1:]) / np.asarray(theirs.times[1:]) - 1
+def overhead(ours: Paired, theirs: Paired) -> list[float]:
+  """Percent, the median of the paired ratios less 1, and its interval of 95 % by a bootstrap.
+
+  Warm-ups are left out.
+  """
+  pairs = 100 * (np.asarray(ours.times[1:]) / np.asarray(theirs.times[1:]) - 1)
   draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
-  low, high = np.percentile(np.median(draws, 1), [2.5, 97.5])
-  median = statistics.median(pairs)
-  return (
-    f"{theirs.contender.name} + {median:+.2%} [{low:+.2%}, {high:+.2%}], {len(pairs)} pairs; "
-    "at most +1.30 %"
-  )
+  return [np.median(pairs), *np.percentile(np.median(draws, 1), [2.5, 97.5])]
 
 
 def dense_case(name: str, shape: Shape, quick: bool) -> Case:
@@ -164,7 +161,10 @@ def _overhead_case(
     tolerance=1e-5 if quick else 1e-2,
     contenders=[*(each.recording() for each in paired), read_contender(inputs, shape, calls)],
     subject="ART, p = inf",
-    remarks=lambda _: [overhead(mine, other), overhead(mine, unasked)],
+    figures=lambda _: {
+      "over decode, %": overhead(mine, other),
+      "over not looking, %": overhead(mine, unasked),
+    },
   )
 
 
@@ -279,20 +279,20 @@ def stopping_case(
 
   want = functools.cache(functools.partial(taken, inputs[0], shape, tile, splits))
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate = shape.kv_bytes() / seconds[WHOLE]
-    per_tile = seconds["one head alone"] / tiles
-    bound = max(bytes_loaded / rate, longest * per_tile)
-    ours, share = seconds["ART"], bytes_visited / shape.kv_bytes()
-    dense_rate = shape.kv_bytes() / seconds["dense decode"]
-    return [
-      f"{splits} splits a head; {share:.3f} of the tiles visited, "
-      f"{bytes_loaded / shape.kv_bytes():.3f} loaded",
-      f"bound max(loaded bytes, longest walk of {longest:.0f} tiles at {per_tile * 1e6:.2f} µs) "
-      f"= {bound * 1e6:.1f} µs; 1.10 × + 5 µs = {bound * 1.1e6 + 5:.1f}, took {ours * 1e6:.1f}",
-      f"{bytes_visited / ours / dense_rate:.3f} of dense decode's bandwidth on the tiles visited "
-      "(at least 0.85 at B1 T128K)",
-    ]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    per_tile = 1e6 * seconds["one head alone"] / tiles
+    visited, loaded = (x / shape.kv_bytes() for x in (bytes_visited, bytes_loaded))
+    bound = max(1e6 * loaded * seconds[WHOLE], longest * per_tile)
+    return {
+      "splits": splits,
+      "visited": visited,
+      "loaded": loaded,
+      "longest walk, tiles": longest,
+      "a tile of a lone walk, µs": per_tile,
+      "bound, µs": bound,
+      "expected, µs": 1.1 * bound + 5,
+      "of dense decode's bandwidth": visited * seconds["dense decode"] / seconds["ART"],
+    }
 
   return Case(
     name=name,
@@ -302,7 +302,7 @@ def stopping_case(
     tolerance=1e-3 if quick else 1e-2,
     contenders=contenders,
     subject="ART",
-    remarks=remarks,
+    figures=figures,
     steps=lambda: want()[1],
     # What is rounded to 16 bits may move a stop by a tile.
     slack=0 if quick else splits,
@@ -355,14 +355,10 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
   if share < 1:
     others.append(jax_contender(as_much, decode_attention, nearer, calls=calls))
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    said = [overhead(ours, dense)] if share == 1 else []
-    floor = read * each / (shape.kv_bytes() / seconds[WHOLE])
-    took = seconds["ART, known"]
-    return [
-      *said,
-      f"{read * each / shape.kv_bytes():.3f} of the bytes; {took / floor:.3f} × their read",
-    ]
+  def figures(seconds: dict[str, float]) -> dict[str, Any]:
+    part = read * each / shape.kv_bytes()
+    found = {"of the bytes": part, "over their read": seconds["ART, known"] / part / seconds[WHOLE]}
+    return found | ({"over decode, %": overhead(ours, dense)} if share == 1 else {})
 
   return Case(
     name=name,
@@ -372,7 +368,7 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
     tolerance=1e-5 if quick else 1e-2,
     contenders=[ours.recording(), *others],
     subject="ART, known",
-    remarks=remarks,
+    figures=figures,
     steps=lambda: np.asarray(length),
   )
 
@@ -413,10 +409,6 @@ def lone_case(name: str, shape: Shape, quick: bool) -> Case:
     dataclasses.replace(read_contender(inputs, shape, copies), name=WHOLE),
   )
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    visited = float(np.mean(want()[1])) / tiles
-    return [f"one walk a head; {visited:.3f} of the tiles visited, {read / tiles:.3f} read"]
-
   return Case(
     name=name,
     shapes=f"{shape.name} {shape.dtype}, tiles of {tile}, τ = 1e-5, φ = 1e-3, p = 5, one walk",
@@ -425,7 +417,7 @@ def lone_case(name: str, shape: Shape, quick: bool) -> Case:
     tolerance=1e-3 if quick else 1e-2,
     contenders=contenders,
     subject="ART",
-    remarks=remarks,
+    figures=lambda _: {"visited": np.mean(want()[1]) / tiles, "read": read / tiles},
     steps=lambda: want()[1],
     slack=0 if quick else 1,
   )

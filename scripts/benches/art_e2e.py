@@ -26,15 +26,6 @@ TAU, LOUD = 16.0, 2.0**24
 STUDY = pathlib.Path(__file__).parents[1] / "results" / "art_study"
 SHAPES = [(8, 32), (1, 32), (8, 8), (4, 16), (8, 16), (8, 4), (2, 32), (4, 32), (1, 8), (1, 4)]
 SHAPES += [(batch, k) for batch in (4, 2, 1) for k in (16, 8, 4) if (batch, k) not in SHAPES]
-PAPER = {
-  # Tab. 1, TPOT× of the base and with ART: Mistral-7B, Llama-3.1-70B; Tab. 2, Qwen3-8B, by length.
-  "Full": ("1.00 and 1.16, 1.00 and 1.15", {4: 1.10, 8: 1.15, 16: 1.17, 32: 1.27}),
-  "StreamingLLM 0.8": ("1.08 and 1.24, 1.13 and 1.27", {4: 1.12, 8: 1.18, 16: 1.26, 32: 1.42}),
-  "StreamingLLM 0.2": ("1.18 and 1.30, 1.52 and 1.66", {4: 1.12, 8: 1.18, 16: 1.26, 32: 1.42}),
-  "SnapKV 0.8": ("1.07 and 1.17, 1.08 and 1.18", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.36}),
-  "SnapKV 0.2": ("1.17 and 1.27, 1.47 and 1.58", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.36}),
-  "PyramidKV 0.2": ("1.17 and 1.29, 1.47 and 1.60", {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.37}),
-}
 
 
 class Stops(NamedTuple):
@@ -184,36 +175,15 @@ def case(title: str, name: str, base: str, batch: int, tokens: int) -> Case:
     for label, wrapped in forced.items()
   }
 
-  def remarks(taken: dict[str, float]) -> list[str]:
-    dense, bare = taken["Full"], taken[base]
-    lines, rate = [], this_device().read
+  def figures(taken: dict[str, float]) -> dict[str, float]:
+    """What the bytes allow over the full cache."""
+    found, dense, rate = {}, taken["Full"], this_device().read
     if base != "Full":
-      lines.append(f"{base}: {_gain(dense, bare, (full - held) / rate)} over Full")
+      found[f"{base}, bytes allow"] = dense / (dense - (full - held) / rate)
     for label, share in shares.items():
-      ours, saved = taken[f"ART {label}"], (1 - share) * held / rate
-      line = f"ART {label}: {share:.3f} visited; {_gain(bare, ours, saved)} over {base}"
-      if base != "Full":
-        line += f"; {_gain(dense, ours, saved + (full - held) / rate)} over Full"
-      lines.append(f"{line}; {batch / ours:,.0f} tokens a second, without {batch / bare:,.0f}")
-    size, wrapped = caches_of(model, method, batch, tokens)[0].size, next(iter(forced.values()))
-    splits, tiles = wrapped.walks((batch, model.config.kv_heads), size)
-    table_1, table_2 = PAPER[base]
-    by_length = table_2.get(tokens >> 10)
-    lines += [
-      "forced: "
-      + ", ".join(
-        f"ART {label} in {end.stopped:.0%} of the heads after {end.after:.0%} of a walk's tiles"
-        for label, end in ends.items()
-      )
-      + f"; {splits} walks a head of {tiles // splits} tiles in layer 0, none ends before its "
-      f"{PATIENCE + 1}th",
-      "what SmolLM2's heads would do by themselves with so many walks, τ = 1e-5: "
-      f"{of_splits(base, splits)}",
-      f"paper's TPOT × over Full: base and ART {table_1} on Mistral-7B and Llama-3.1-70B (Tab. 1)"
-      + (f"; ART {by_length} on Qwen3-8B at this length (Tab. 2)" if by_length else "")
-      + "; Fig. 5, tokens a second by batch, has no numbers in its text",
-    ]
-    return lines
+      found[f"ART {label}, visited"] = share
+      found[f"ART {label}, bytes allow"] = dense / (dense - (full - share * held) / rate)
+    return found
 
   return Case(
     name=title,
@@ -223,7 +193,7 @@ def case(title: str, name: str, base: str, batch: int, tokens: int) -> Case:
     tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
     contenders=contenders,
     subject=subject,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -248,11 +218,9 @@ def known_case(title: str, name: str, batch: int, tokens: int) -> Case:
   ]
   held = cache_bytes(model, kvjax.Full(), batch, tokens)
 
-  def remarks(taken: dict[str, float]) -> list[str]:
-    dense = taken["Full"]
-    unstopped = f"ART, known: {taken['ART, known'] / dense:.3f} of the full cache's time"
+  def figures(taken: dict[str, float]) -> dict[str, float]:
     saved = 0.4 * held / this_device().read
-    return [unstopped, f"{subject}: {_gain(dense, taken[subject], saved)} over Full"]
+    return {f"{subject}, bytes allow": taken["Full"] / (taken["Full"] - saved)}
 
   return Case(
     name=title,
@@ -262,26 +230,8 @@ def known_case(title: str, name: str, batch: int, tokens: int) -> Case:
     tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
     contenders=contenders,
     subject=subject,
-    remarks=remarks,
+    figures=figures,
   )
-
-
-def _gain(before: float, after: float, saved: float) -> str:
-  """TPOT×, what the bytes allow, and the share of the gain that is reached."""
-  allowed = before / (before - saved)
-  text = f"{before / after:.3f} × TPOT, bytes allow {allowed:.3f}"
-  if saved < 0.005 * before:
-    return f"{text} ({(before - after) * 1e6:+.0f} of {saved * 1e6:.0f} µs)"
-  reached = (before - after) / saved
-  return f"{text}: {reached:.2f} of the gain of {saved * 1e6:.0f} µs (at least 0.85)"
-
-
-def of_splits(base: str, splits: int) -> str:
-  """The share that the study found for the nearest smaller number of splits."""
-  order = "newest" if base == "Full" else "sinks"
-  found = json.loads((STUDY / f"tile128_8192_{order}.json").read_text())["splits"]
-  many = max(n for n in (1, 2, 4, 8) if n <= splits)
-  return f"{found[f'tau 1e-05, {many} splits']['visited']:.3f} visited at {many}"
 
 
 def over(method: kvjax.Method, end: Stops, quick: bool) -> Forced:

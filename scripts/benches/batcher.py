@@ -113,28 +113,21 @@ def case(
 
     return Contender(name, warmed(warm, run), output if quick else None)
 
-  def alone() -> str:
-    """Compares short answers with those of requests that have a batch for themselves."""
+  def alone() -> int:
+    """Short answers that have the tokens of requests with a batch for themselves."""
     short = sorted(range(len(asked)), key=lambda i: asked[i][1])[:ALONE]
-    equal = 0
-    for i in short:
-      (answer,) = queued([asked[i]])
-      equal += np.array_equal(answer.tokens, last["answers"][i])
-    return f"{equal} of {ALONE} answers have the tokens of a request alone"
+    answers = ((next(iter(queued([asked[i]]))).tokens, last["answers"][i]) for i in short)
+    return sum(np.array_equal(*each) for each in answers)
 
-  def remarks(t: dict[str, float]) -> list[str]:
+  def figures(t: dict[str, float]) -> dict[str, float]:
     rates = {name: total / t[name] for name in ("Batcher", "waiting", "steady") if name in t}
     rates["full"] = rows * mean / t["full"]
-    found = [
-      f"{rates['steady'] / rates['full']:.3f} of the tokens a second of a full batch of equal "
-      f"answers while the queue lasts (at least 0.9), {rates['Batcher'] / rates['full']:.3f} to "
-      f"the last answer: " + ", ".join(f"{x:,.0f} {name}" for name, x in rates.items()),
-      alone(),
-    ]
-    if "waiting" in t:
-      over = t["Batcher"] / t["waiting"]
-      return [f"{over:.3f} × the time of batches that wait (at most 0.6)", *found]
-    return found
+    return {
+      "of a full batch": rates["steady"] / rates["full"],
+      "of a full batch, to the last answer": rates["Batcher"] / rates["full"],
+      f"of {ALONE} answers as of a request alone": alone(),
+      **{f"{name}, tokens a second": rate for name, rate in rates.items()},
+    }
 
   some = functools.partial(batch, asked[:rows])
   few = [(prompt, 2) for prompt, _ in asked[: together + 1]]
@@ -152,5 +145,5 @@ def case(
       Contender("full", warmed(lambda: some(2), lambda: some(mean))),
     ],
     subject="Batcher",
-    remarks=remarks,
+    figures=figures,
   )

@@ -14,14 +14,13 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, looped_contender, optional
-from scripts.benches.longflow import holding
+from scripts.benches._layer import holding, projected, step_of
 
 BLOCK = 16  # s, steps that share
 CACHES = 4  # in turn, as the layers of a model: what one step's lists touch would stay in L2
 LAYERS = 32  # of which the first is timed: it sees every token, those on top a window of them
 ALIKE = 0.95  # cosine of neighbours among clustered keys
 SHAPES = [(batch, tokens) for batch in (8, 16) for tokens in (1 << 10, 2 << 10, 4 << 10)]
-PAPER = {(16, 2 << 10): 9.9, (16, 4 << 10): 3.9}  # Tab. IV, over FlashAttention-2
 
 
 @suites.suite
@@ -53,26 +52,23 @@ def case(name: str, batch: int, tokens: int, quick: bool, alike: float, peers: b
     looped("dense decode", full, ours, *where, block),
   ]
   if peers:
-    contenders += optional("torch flash", lambda: _torch(batch, heads, tokens, head_dim))
-  retrieved, visited = statistics(cpe, spec, tokens, alike)
+    flash = (batch, heads, 1, head_dim), (batch, heads, tokens, head_dim)
+    contenders += optional("torch flash", lambda: suites.torch_attention("torch flash", *flash))
+  told = [aux for _, aux in walked(BLOCK, cpe, "auto", *where)]
+  retrieved, visited = (np.mean([x[name] for x in told]) for name in ("retrieved", "visited"))
   token_bytes = 2 * head_dim * jnp.dtype(dtype).itemsize  # a key and a value
   rows = batch * heads
   dense_bytes = rows * tokens * token_bytes
   sparse_bytes = rows * (visited * token_bytes + retrieved * tokens * token_bytes / 2)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
     limit = dense_bytes / sparse_bytes
-    faster = seconds["dense decode"] / seconds["kvjax"]
-    lines = [
-      f"{faster:.2f} × dense decode, {faster / limit:.2f} of the limit by bytes ({limit:.2f} ×); "
-      "at least 0.75",
-      f"ρ̂ {retrieved:.4f}, {visited:.1f} tokens a head at a budget of {tokens // 8}",
-    ]
-    if "torch flash" in seconds:
-      lines.append(f"{seconds['torch flash'] / seconds['kvjax']:.2f} × torch's flash SDPA")
-    if (batch, tokens) in PAPER:
-      lines.append(f"paper: {PAPER[batch, tokens]} × FlashAttention-2")
-    return lines
+    return {
+      "of the limit by bytes": seconds["dense decode"] / seconds["kvjax"] / limit,
+      "limit by bytes": limit,
+      "ρ̂": retrieved,
+      "tokens a head": visited,
+    }
 
   return Case(
     name=name,
@@ -82,7 +78,7 @@ def case(name: str, batch: int, tokens: int, quick: bool, alike: float, peers: b
     reference=functools.partial(outputs, cpe, "reference", *where),
     tolerance=1e-5 if quick else 1e-2,
     contenders=contenders,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -121,9 +117,6 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
   contenders.append(jax_contender("dense decode", dense, [t[:3] for t in turns[1]], calls=calls))
   moved = batch * heads * count * 2 * head_dim * jnp.dtype(dtype).itemsize
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    return [f"apart {seconds['apart'] / seconds['dense decode']:.2f} × dense decode over as many"]
-
   return Case(
     name=name,
     shapes=f"{batch} rows × {heads} heads, {count} of {tokens} tokens of {head_dim}",
@@ -132,7 +125,6 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
     tolerance=1e-5 if quick else 1e-2,
     contenders=contenders,
     subject="apart",
-    remarks=remarks,
   )
 
 
@@ -142,28 +134,6 @@ def _over(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
   k, v = (jnp.take_along_axis(x, table[..., None], 2).astype(jnp.float32) for x in (k, v))
   logits = jnp.einsum("bkgh,bkwh->bkgw", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
   return jnp.einsum("bkgw,bkwh->bkgh", jax.nn.softmax(logits, -1), v)
-
-
-def steps(method: Any, impl: str, spec: kvjax.CacheSpec) -> Callable:
-  """One decode step of a layer, a function of the cache and `projected`."""
-  at = method.at(kvjax.Env(LAYERS, kvjax.Rope(), impl=impl), 0)
-
-  def step(cache: Any, inputs: Any) -> tuple[Any, Any, Any]:
-    qkv, live = inputs
-    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-    out, cache, _, aux = method.decode_step(at, cache, q, k, v, live, kvjax.Carry())
-    return cache, out, aux
-
-  return step
-
-
-def projected(spec: kvjax.CacheSpec) -> tuple[jax.Array, jax.Array]:
-  """Queries, key and value of each KV head in one array, as a decoder's product, and live rows.
-
-  They are alike at every step: rotated by one place more, the cosine with the last one is 0.97.
-  """
-  shape = spec.batch, spec.kv_heads, spec.groups + 2, spec.head_dim
-  return jax.random.normal(jax.random.key(0), shape, spec.dtype), jnp.ones(spec.batch, bool)
 
 
 def looped(
@@ -177,10 +147,9 @@ def looped(
   output: Callable[[], np.ndarray] | None = None,
 ) -> Contender:
   """A block of steps over each of several caches, in turn step by step; blocks begin anew."""
-  step = steps(method, impl, spec)
   made = looped_contender(
     name,
-    lambda cache, *inputs: step(cache, inputs)[:2],
+    step_of(method, impl, LAYERS),
     [start(method, filled(method, spec, tokens, alike, seed)) for seed in range(CACHES)],
     [projected(spec)] * CACHES,
     renewed=lambda before, after: after.put(rows=before.rows),
@@ -219,39 +188,18 @@ def start(method: Any, cache: Any) -> Any:
 
 def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: float) -> np.ndarray:
   """Outputs of a retrieving step and two sharing ones."""
-  step, inputs = jax.jit(steps(method, impl, spec)), projected(spec)
-  cache, found = start(method, filled(method, spec, tokens, alike)), []
-  for _ in range(3):
-    cache, out, _ = step(cache, inputs)
-    found.append(np.asarray(out, np.float32))
-  return np.stack(found)
+  return np.stack([out for out, _ in walked(3, method, impl, spec, tokens, alike)])
 
 
-def statistics(
-  method: Any, spec: kvjax.CacheSpec, tokens: int, alike: float
-) -> tuple[float, float]:
-  """ρ̂ and the tokens that a head attends to, over a block."""
-  step, inputs = jax.jit(steps(method, "auto", spec)), projected(spec)
+def walked(
+  steps: int, method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: float
+) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+  """What each step of a block gives, and what the method tells of it.
+
+  Queries are alike at every step: rotated by one place more, the cosine with the last one is 0.97.
+  """
+  step, inputs = jax.jit(step_of(method, impl, LAYERS, with_aux=True)), projected(spec)
   cache = start(method, filled(method, spec, tokens, alike))
-  seen = []
-  for _ in range(BLOCK):
-    cache, _, aux = step(cache, inputs)
-    seen.append((float(aux["retrieved"].mean()), float(aux["visited"].mean())))
-  retrieved, visited = np.mean(seen, 0)
-  return float(retrieved), float(visited)
-
-
-def _torch(batch: int, heads: int, tokens: int, head_dim: int) -> Contender:
-  import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
-
-  q = torch.randn(batch, heads, 1, head_dim, dtype=torch.bfloat16, device="cuda")
-  kv = batch, heads, tokens, head_dim
-  k, v = (torch.randn(kv, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-
-  def attend(q, k, v):
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-      return torch.nn.functional.scaled_dot_product_attention(q, k, v)
-
-  made = suites.torch_contender("torch flash", attend, [(q, k, v)])
-  return dataclasses.replace(made, output=None)
+  for _ in range(steps):
+    cache, (out, aux) = step(cache, *inputs)
+    yield np.asarray(out, np.float32), aux

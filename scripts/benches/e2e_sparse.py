@@ -16,7 +16,7 @@ from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, check_fits, suite, together
 from kvjax.programs.suites.e2e import decoder, drawn, seconds_of, step_logits, stepping, weights
-from scripts.benches.longflow import holding
+from scripts.benches._layer import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
 TOKENS = 128 << 10
@@ -56,8 +56,8 @@ def case(
   batch: int,
   tokens: int,
   quick: bool,
-  remarks: Callable[[dict[str, float]], list[str]],
   *,
+  figures: Callable[[dict[str, float]], dict[str, float]] | None = None,
   subject: str = "kvjax",
   compared: tuple[kvjax.Method, kvjax.Method] | None = None,
   **filled: Any,
@@ -70,7 +70,7 @@ def case(
     filled: `filled`, what makes caches in place of `caches`.
   """
   model, impl = weights(name), "reference" if quick else "pallas"  # no loop compiles interpreted
-  first = next(iter(methods.values()))
+  first, moved = next(iter(methods.values())), moved_by(model, methods[subject], batch, tokens)
   ours, theirs = compared or (first, first)
   run = together(
     functools.partial(timed, model, method, impl, batch, tokens, **filled)
@@ -80,37 +80,39 @@ def case(
   return Case(
     name=title,
     shapes=f"{first!r}; {model.dtype.name}; compared over four layers",
-    bytes=moved_by(model, methods[subject], batch, tokens),
+    bytes=moved,
     reference=functools.partial(logits, model, theirs, "reference", **filled),
     tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
     contenders=[Contender(*each) for each in zip(methods, run, outputs, strict=False)],
     subject=subject,
-    remarks=remarks,
+    figures=figures or (lambda seconds: over_bytes(seconds[subject], moved)),
   )
 
 
+def over_bytes(seconds: float, moved: int) -> dict[str, float]:
+  """A step's time over that of its bytes."""
+  return {"over its bytes": seconds * this_device().read / moved}
+
+
 def beside(
-  title: str, name: str, methods: dict[str, kvjax.Method], *sizes: Any, least: str = "", **how: Any
+  title: str, name: str, methods: dict[str, kvjax.Method], *sizes: Any, **how: Any
 ) -> Case:
   """A case of two methods: how much faster the first is, and how much the bytes allow."""
   ours, other = methods
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate = this_device().read
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
     moved = {each: moved_by(weights(name), methods[each], *sizes[:2]) for each in methods}
     faster, limit = seconds[other] / seconds[ours], moved[other] / moved[ours]
-    return [
-      f"{faster:.2f} × {other}, {faster / limit:.3f} of what the bytes allow ({limit:.2f} ×"
-      f"{least}); {seconds[ours] * rate / moved[ours]:.2f} × its bytes over {rate / 1e12:.2f} TB/s"
-    ]
+    found = {"of what bytes allow": faster / limit, "bytes allow": limit}
+    return found | over_bytes(seconds[ours], moved[ours])
 
-  return case(title, name, methods, *sizes, remarks, **how)
+  return case(title, name, methods, *sizes, figures=figures, **how)
 
 
 def beside_full(title: str, name: str, method: kvjax.Method, *sizes: Any) -> Case:
   """A step of the method and one of the full cache."""
   methods = {"kvjax": method, "Full": kvjax.Full()}
-  return beside(title, name, methods, *sizes, least="; at least 0.8")
+  return beside(title, name, methods, *sizes)
 
 
 def predicted(title: str, name: str, tokens: int, quick: bool) -> Case:
@@ -118,17 +120,13 @@ def predicted(title: str, name: str, tokens: int, quick: bool) -> Case:
   base = methods(tokens)["Quest"]
   fixed, auto = kvjax.PRR(base, budget=RATIO), kvjax.PRR(base)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    gain = {label: seconds["serial"] / t for label, t in seconds.items() if label != "serial"}
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
     hit, missed = hits(weights(name), fixed, "reference" if quick else "pallas", tokens)
-    return [
-      "TPOT of serial over PRR's: " + ", ".join(f"{label} {x:.3f}" for label, x in gain.items()),
-      f"ρ = {RATIO:g} hit {hit:.0%} of what was chosen, {missed:.1f} pages missed a head; random "
-      f"weights; the profile says ρ = {auto._ratio(1, tokens + STEPS):g}",
-    ]
+    profile = auto._ratio(1, tokens + STEPS)
+    return {"hit, %": 100 * hit, "pages missed a head": missed, "ρ of the profile": profile}
 
   named = {f"ρ = {RATIO:g}": fixed, "by profile": auto, "serial": base}
-  return case(title, name, named, 1, tokens, quick, remarks, subject="serial")
+  return case(title, name, named, 1, tokens, quick, figures=figures, subject="serial")
 
 
 def moved_by(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> int:

@@ -11,8 +11,8 @@ import kvjax
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, suite
 from scripts.benches import e2e_sparse
+from scripts.benches._layer import holding
 from scripts.benches.e2e_sparse import STEPS
-from scripts.benches.longflow import holding
 
 BRANCHES = ((8, 32 << 10), (16, 16 << 10), (32, 8 << 10))  # whose copies fit beside the weights
 ROOM = 64

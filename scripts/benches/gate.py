@@ -8,9 +8,7 @@ kvjax bench --compare before after --fail-slower
 from collections.abc import Iterator
 
 import kvjax
-from kvjax.kernels.common.devices import this_device
 from kvjax.programs.suites import Case, suite
-from kvjax.programs.suites.e2e import weights
 from scripts.benches import e2e_sparse
 
 REPETITIONS = 8
@@ -40,13 +38,4 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
 
 def case(label: str, name: str, method: kvjax.Method, batch: int, tokens: int, quick: bool) -> Case:
   """A step of a method whose caches are full, beside the bytes that it moves."""
-
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate, step = this_device().read, seconds["kvjax"]
-    moved = e2e_sparse.moved_by(weights(name), method, batch, tokens)
-    return [
-      f"{step * 1e3:.2f} ms a step, {step * rate / moved:.3f} × all bytes over "
-      f"{rate / 1e12:.2f} TB/s"
-    ]
-
-  return e2e_sparse.case(label, name, {"kvjax": method}, batch, tokens, quick, remarks)
+  return e2e_sparse.case(label, name, {"kvjax": method}, batch, tokens, quick)

@@ -62,10 +62,6 @@ def case(label: str, name: str, batch: int, tokens: int) -> Case:
     compared = run(decode).output if way != "short answer" else None
     contenders.append(Contender(way, functools.partial(run(decode).seconds, count), compared))
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    times = [f"{name} {seconds[name] / seconds['loop']:.3f} ×" for name in ways if name != "loop"]
-    return ["of the loop's time a token: " + ", ".join(times), f"short answer: {short} tokens"]
-
   return Case(
     name=label,
     shapes=f"{NEW} tokens, {model.config.layers} layers, {model.dtype.name}",
@@ -74,7 +70,7 @@ def case(label: str, name: str, batch: int, tokens: int) -> Case:
     tolerance=0,  # the same tokens, each of them
     contenders=contenders,
     subject="generate",
-    remarks=remarks,
+    figures=lambda seconds: {"tokens of the short answer": short},
   )
 
 

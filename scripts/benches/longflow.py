@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.core.leaves import Layout
 from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.decode.generate import split
@@ -27,6 +26,7 @@ from kvjax.programs.suites.e2e import (
   stepping,
   weights,
 )
+from scripts.benches._layer import holding, projected, step_of
 
 STEPS = 8  # decode steps per dispatch
 SHAPES = [(128, 3200, 8, 4, 128), (16, 3200, 8, 4, 128)]  # rows, slots, KV heads, groups, size
@@ -66,20 +66,8 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
   """One layer: enter a token, attend, name the victim; beside it dense decode, and H2O in XLA."""
   ours = kvjax.LongFlow(spec.capacity, window_size=max(1, min(32, spec.capacity // 4)))
   h2o = kvjax.H2O(spec.capacity)
-  shape = spec.batch, spec.kv_heads, spec.groups + 2, spec.head_dim
-  # In one array, as a decoder's product.
-  inputs = jax.random.normal(jax.random.key(0), shape, spec.dtype), jnp.ones(spec.batch, bool)
+  inputs = projected(spec)
   kv_bytes = 2 * spec.capacity * spec.batch * spec.kv_heads * spec.head_dim * inputs[0].itemsize
-
-  def step(method: kvjax.Method, impl: str) -> Callable:
-    at = method.at(kvjax.Env(1, kvjax.Rope(), impl=impl), 0)
-
-    def run(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
-      q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-      out, cache, _, _ = method.decode_step(at, cache, q, k, v, live, kvjax.Carry())
-      return cache, out
-
-    return run
 
   def dense(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
     bounds = jnp.zeros((spec.batch, 1), jnp.int32), cache.used[:, None]
@@ -93,61 +81,23 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
     return looped_contender(name, run, [cache], [inputs], output=output, calls=STEPS, loops=4)
 
   contenders = [
-    contender("kvjax", ours, step(ours, impl), lambda out: out),
+    contender("kvjax", ours, step_of(ours, impl, 1), lambda out: out),
     contender("dense decode", ours, dense),
     suites.reading([[full.slots["k"], full.slots["v"]]], STEPS),
-    contender("H2O in XLA", h2o, step(h2o, "reference")),
+    contender("H2O in XLA", h2o, step_of(h2o, "reference", 1)),
   ]
-
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    return [
-      f"{seconds['kvjax'] / seconds['dense decode']:.3f} × dense decode; keys and values at "
-      f"{seconds['read'] / seconds['kvjax']:.3f} of the bandwidth of a read"
-    ]
 
   return Case(
     name=name,
     shapes=f"{spec.batch} rows, {spec.kv_heads} KV heads × {spec.groups}, {spec.capacity} slots "
     f"of {spec.head_dim} {jnp.dtype(spec.dtype).name}; a step enters a token and names a victim",
     bytes=kv_bytes,
-    reference=lambda: np.asarray(jax.jit(step(ours, "reference"))(full, *inputs)[1], np.float32),
+    reference=lambda: np.asarray(
+      jax.jit(step_of(ours, "reference", 1))(full, *inputs)[1], np.float32
+    ),
     tolerance=1e-5 if spec.dtype == jnp.float32 else 1e-2,
     contenders=contenders,
-    remarks=remarks,
   )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 3))
-def holding(
-  method: kvjax.Method, spec: kvjax.CacheSpec, tokens: Any, layer: int = 0
-) -> kvjax.Cache:
-  """A layer's cache whose rows hold `tokens` random tokens, alike; statistics are 1."""
-  cache = kvjax.Cache.empty(method, spec, layer)
-  slot = jnp.arange(cache.size, dtype=jnp.int32)
-  slots = {n: jnp.ones(x.shape, x.dtype) for n, x in cache.slots.items()}
-  for name, key in zip(("k", "v"), jax.random.split(jax.random.key(0)), strict=True):
-    shape, dtype = cache.slots[name].shape, cache.slots[name].dtype
-    if cache.leaf(name).bits:  # any word holds codes
-      words = jax.random.bits(key, shape[1:], f"uint{8 * dtype.itemsize}")
-      one, slots[f"{name}_scale"] = words.astype(dtype), slots[f"{name}_scale"] / 64
-    else:
-      one = jax.random.normal(key, shape[1:], spec.dtype)
-    slots[name] = jnp.broadcast_to(one, shape)
-  slots["pos"] = jnp.broadcast_to(jnp.where(slot < tokens, slot, -1), cache.pos.shape)
-  rows = {n: jnp.full(spec.batch, tokens, jnp.int32) for n in ("seen", "used")}
-  apart = cache.layout is Layout.SPLIT
-  heads = {"apart": _window(cache.heads["apart"], tokens)} if apart else {}
-  return cache.put(slots=slots, heads=heads, rows=rows)
-
-
-def _window(apart: Any, tokens: Any) -> Any:
-  """Slots of heads that hold a full window, random too; the oldest of it is the next to leave."""
-  named = zip(("k", "v"), jax.random.split(jax.random.key(1)), strict=True)
-  full = {n: jax.random.normal(key, apart[n].shape, apart[n].dtype) for n, key in named}
-  size, first = apart["pos"].shape[2], apart["ring"][..., :1]  # what stays: the first tokens
-  slot = jnp.arange(size, dtype=jnp.int32)
-  pos = jnp.where(slot < first, slot, tokens - size + slot)
-  return {**apart, **full, "pos": pos, "ring": apart["ring"].at[..., 1].set(tokens)}
 
 
 def answer_case(name: str, answer: Answer) -> Case:
@@ -175,25 +125,19 @@ def answer_case(name: str, answer: Answer) -> Case:
   weight_bytes = sum(x.nbytes for x in split(model)[1])
   slot_bytes = _row_bytes(model, kvjax.Full(), total) // total
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rates, limits, lines = {}, {}, []
-    for name, (_, lengths) in marks.items():
-      live = np.minimum(np.arange(answer.prompt, total), lengths[-1])
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    found = {}
+    for name, (method, lengths) in marks.items():
+      live, batch = np.minimum(np.arange(answer.prompt, total), lengths[-1]), batches[name]
       step = np.interp(live, lengths, [seconds[f"{name} at {n}"] for n in lengths])
-      bound = (weight_bytes + batches[name] * live * float(slot_bytes)) / this_device().read
-      rates[name] = batches[name] * answer.tokens / step.sum()
-      limits[name] = batches[name] * answer.tokens / bound.sum()
-      lines.append(
-        f"{name}: batch {batches[name]}, {rates[name]:,.0f} tokens a second, "
-        f"{rates[name] / limits[name]:.3f} of its byte limit"
-      )
-    held = [_row_bytes(model, method, total) for method, _ in marks.values()]
-    lines.append(
-      f"LongFlow over Full {rates['LongFlow'] / rates['Full']:.2f} ×; by the bytes "
-      f"{limits['LongFlow'] / limits['Full']:.2f} ×. Cache of a row {held[0] / 2**20:.1f} MiB "
-      f"against {held[1] / 2**20:.1f}: {1 - held[0] / held[1]:.1%} less"
-    )
-    return lines
+      bound = (weight_bytes + batch * live * float(slot_bytes)) / this_device().read
+      found |= {
+        f"{name}, batch": batch,
+        f"{name}, tokens a second": batch * answer.tokens / step.sum(),
+        f"{name}, of its byte limit": bound.sum() / step.sum(),
+        f"{name}, MiB of a row": _row_bytes(model, method, total) / 2**20,
+      }
+    return found
 
   return Case(
     name=name,
@@ -204,7 +148,7 @@ def answer_case(name: str, answer: Answer) -> Case:
     tolerance=1e-4 if model.dtype == jnp.float32 else 5e-2,
     contenders=contenders,
     subject=subject,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -273,11 +217,10 @@ def peer_case(name: str, answer: Answer) -> Case:
     c for n in lengths for c in optional(str(n), lambda n=n: _dynamic(config, batch, n))
   ]
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
     have = [n for n in lengths if f"at {n}" in seconds]
     steps = np.interp(np.arange(answer.prompt, total), have, [seconds[f"at {n}"] for n in have])
-    rate = batch * answer.tokens / steps.sum()
-    return [f"batch {batch}, {rate:,.0f} tokens a second over the answer"]
+    return {"batch": batch, "tokens a second": batch * answer.tokens / steps.sum()}
 
   return Case(
     name=name,
@@ -287,7 +230,7 @@ def peer_case(name: str, answer: Answer) -> Case:
     tolerance=0.0,
     contenders=contenders,
     subject=f"at {lengths[-1]}",
-    remarks=remarks,
+    figures=figures,
   )
 
 

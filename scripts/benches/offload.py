@@ -98,9 +98,8 @@ def link(name: str, quick: bool) -> Case:
   fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, Env(1)))
   want = np.asarray(new["k"], np.float32)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rates = {n: count * of_block / s / 1e9 for n, s in seconds.items()}
-    return [", ".join(f"{n}: {rate:.1f} GB/s" for n, rate in rates.items())]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"{n}, GB/s": count * of_block / s / 1e9 for n, s in seconds.items()}
 
   return Case(
     name=name,
@@ -114,7 +113,7 @@ def link(name: str, quick: bool) -> Case:
       Contender("device_put", copying),
     ),
     subject="fetch",
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -131,9 +130,6 @@ def division(name: str, quick: bool) -> Case:
 
   reference = jax.jit(every)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    return [f"{seconds['divide'] / layers * 1e6:.1f} us a layer and block"]
-
   return Case(
     name=name,
     shapes=f"a map of {size} x {size} in each of {layers} layers, float32",
@@ -142,7 +138,6 @@ def division(name: str, quick: bool) -> Case:
     tolerance=0.0,
     contenders=(jax_contender("divide", every, [(maps,)], calls=2, output=lambda x: x),),
     subject="divide",
-    remarks=remarks,
   )
 
 
@@ -235,31 +230,24 @@ def stream(name: str, quick: bool) -> Case:
   # The first one stands for all: the same two programs run at every length.
   checked = {subject: run(logits_of, (read, say))}
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
+  def figures(seconds: dict[str, float]) -> dict[str, Any]:
     chunks = [s for n, s in seconds.items() if n.startswith("chunk") and "ahead" not in n]
     early = [s for n, s in seconds.items() if "ahead" in n]
-    first, last = (s for n, s in seconds.items() if n.startswith("token"))
     whole = 1 if quick else LAYERS / part
-    used = [x for x in memory if x]
-    vectors = len(method.heads if quick else LLAMA_3_8B_HEADS)
-    return [
-      f"{method.chunk / chunks[0]:,.0f} to {method.chunk / chunks[-1]:,.0f} tokens a second in "
-      f"{part} layers, longest over shortest {chunks[-1] / chunks[0]:.3f}; "
-      f"{method.chunk / (chunks[-1] * whole):,.0f} a second if all {LAYERS} layers take as much",
-      f"blocks fetched by a chunk, mean of the layers: {np.mean(fetched['']):.1f}; with "
-      f"prefetch=True {np.mean(fetched[' ahead']):.1f}, and a chunk takes "
-      f"{early[0] / chunks[0]:.3f} and {early[-1] / chunks[-1]:.3f} of the time",
-      f"a token: {first * 1e3:.2f} ms and {last * 1e3:.2f} ms, ratio {last / first:.3f}",
-      f"the first {start * method.chunk:,} tokens, all run: {rate:,.0f} a second",
-      f"device memory for what left the window, allocated for {spec.capacity:,} tokens: "
-      f"{bytes_of['index'] / len(method.heads) * vectors / 2**30:.3f} GiB of vectors in {vectors} "
-      f"layers with a retrieval head, "
-      f"{bytes_of['held'] * whole / 2**30:.3f} GiB of copies, in {LAYERS} layers; "
-      f"host memory {bytes_of['store'] * whole / 2**30:.1f} GiB",
-      f"device memory in use after each call: {min(used, default=0) / 2**30:.3f} to "
-      f"{max(used, default=0) / 2**30:.3f} GiB; temporary memory of a chunk "
-      f"{temporary[0] / 2**20:.0f} MiB, of decoding {temporary[1] / 2**20:.0f} MiB",
-    ]
+    vectors = len(method.heads if quick else LLAMA_3_8B_HEADS) / len(method.heads)
+    used = [x / 2**30 for x in memory if x]
+    return {
+      f"tokens a second in {part} layers": [method.chunk / chunks[i] for i in (0, -1)],
+      f"tokens a second if all {LAYERS} layers take as much": method.chunk / (chunks[-1] * whole),
+      "tokens a second of the first, all run": rate,
+      "blocks fetched by a chunk, and with prefetch=True": [np.mean(x) for x in fetched.values()],
+      "time with prefetch=True": [early[i] / chunks[i] for i in (0, -1)],
+      "vectors, GiB": bytes_of["index"] * vectors / 2**30,
+      "copies, GiB": bytes_of["held"] * whole / 2**30,
+      "host, GiB": bytes_of["store"] * whole / 2**30,
+      "in use, GiB": [min(used, default=0), max(used, default=0)],
+      "temporary memory of a chunk and of decoding, MiB": [x / 2**20 for x in temporary],
+    }
 
   return Case(
     name=name,
@@ -271,7 +259,7 @@ def stream(name: str, quick: bool) -> Case:
     tolerance=1e-3 if quick else 0.05,
     contenders=[Contender(label, way, checked.get(label)) for label, way in ways.items()],
     subject=subject,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -329,30 +317,18 @@ def whole(name: str, quick: bool) -> Case:
       times[f"token at {_named(seen)}"] = token_seconds()
     if over():
       break
-  finite = bool(jnp.isfinite(logits).all())
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    late, memory = rates[1:] or rates, used[1:] or used
-    of_token = {n: s for n, s in times.items() if n.startswith("token")}
-    said = ", ".join(f"{n}: {s * 1e3:.2f} ms" for n, s in of_token.items())
-    early, *_, final = [*of_token.values()] * 2
-    spread = max(late) / min(late) - 1
-    growth = (max(memory) - min(memory)) / max(max(memory), 1)
-
-    def within(share: float, most: float) -> str:
-      return f"{share:.2%}, {'within' if share < most else 'beyond'} {most:.0%}"
-
-    every = ", ".join(f"{rate:,.0f}" for rate in rates)
-    low, high = min(memory) / 2**30, max(memory) / 2**30
-    return [
-      f"{seen:,} of {total:,} tokens read, {part} layers, logits finite: {finite}",
-      f"tokens a second to each mark: {every}",
-      f"from {_named(mark)} on they differ by {within(spread, 0.1)}; device memory in use "
-      f"{low:.3f} to {high:.3f} GiB, by {within(growth, 0.02)}",
-      f"{said}, ratio {final / early:.3f}",
-      f"host memory {sizes['store'] / 2**30:.1f} GiB; for what left the window the device has "
-      f"{sizes['index'] / 2**30:.3f} GiB of vectors, {sizes['held'] / 2**30:.3f} GiB of copies",
-    ]
+  def figures(seconds: dict[str, float]) -> dict[str, Any]:
+    memory = [x / 2**30 for x in used[1:] or used]
+    return {
+      "tokens read": seen,
+      "logits finite": bool(jnp.isfinite(logits).all()),
+      "tokens a second to each mark": rates,
+      "in use, GiB": [min(memory), max(memory)],
+      "vectors, GiB": sizes["index"] / 2**30,
+      "copies, GiB": sizes["held"] / 2**30,
+      "host, GiB": sizes["store"] / 2**30,
+    }
 
   return Case(
     name=name,
@@ -363,7 +339,7 @@ def whole(name: str, quick: bool) -> Case:
     tolerance=0.0,
     contenders=[Contender(n, functools.partial(times.__getitem__, n)) for n in times],
     subject=next(reversed([n for n in times if n.startswith("chunk")])),
-    remarks=remarks,
+    figures=figures,
   )
 
 

@@ -24,7 +24,6 @@ from kvjax.programs.suites.e2e import decoder, hugging_face, weights
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
 MODEL = "Llama-3.1-8B"
-TORCH = {"torch flash": "FLASH_ATTENTION", "torch cuDNN": "CUDNN_ATTENTION"}
 FEWEST = kvjax.PSAW(kvjax.ETF())  # leaves out most; frozen tokens' keys and values are computed
 
 
@@ -106,13 +105,14 @@ def dense_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
   ]
   if peers:
     contenders += optional("jax.nn cuDNN", lambda: _jax_nn(q, k, v, few))
-    for label, backend in TORCH.items():
-      contenders += optional(label, functools.partial(_torch, label, backend, q.shape))
+    sizes = (1, q.shape[1] * q.shape[2], *q.shape[3:]), k.shape
+    how = {"is_causal": True, "enable_gqa": True, "calls": 1}
+    for label in ("torch flash", "torch cuDNN"):
+      peer = functools.partial(suites.torch_attention, label, *sizes, **how)
+      contenders += optional(label, peer)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rates = {n: operations / s / 1e12 for n, s in seconds.items()}
-    best = max(rates.get("jax.nn cuDNN", 0), rates["kvjax"])
-    return [f"{n}: {r:.0f} TFLOP/s, {r / best:.3f} of cuDNN's in jax" for n, r in rates.items()]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"{n}, TFLOP/s": operations / s / 1e12 for n, s in seconds.items()}
 
   return Case(
     name=name,
@@ -121,7 +121,7 @@ def dense_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
     reference=lambda: _reference(q, k, v, None, qpos),
     tolerance=1e-5 if quick else 1e-2,
     contenders=contenders,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -146,25 +146,6 @@ def _jax_nn(q: Any, k: Any, v: Any, few: dict[str, int]) -> Contender:
   )
 
 
-def _torch(label: str, backend: str, shape: tuple[int, ...]) -> Contender:
-  """torch's scaled_dot_product_attention by one of its backends; timed only."""
-  import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
-
-  _, heads, groups, tokens, size = shape
-  of = functools.partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-  q, (k, v) = of(1, heads * groups, tokens, size), of(2, 1, heads, tokens, size)
-
-  def attend(q: Any, k: Any, v: Any) -> Any:
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-      return torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-      )
-
-  made = suites.torch_contender(label, attend, [(q, k, v)], calls=1)
-  return dataclasses.replace(made, output=None)
-
-
 def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Case:
   """Attention of the top layer, which hides and freezes most, against dense attention."""
   layers = 4 if quick else 32
@@ -187,11 +168,6 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   ]
   seen = visible(method, at, tokens) / (tokens * (tokens + 1) / 2)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    share = {n: s / seconds["dense"] for n, s in seconds.items() if n != "dense"}
-    taken = (f"{n} takes {x:.3f} of its time, {x / seen:.2f} × that" for n, x in share.items())
-    return [f"queries see {seen:.3f} of what they see in a dense layer; {'; '.join(taken)}"]
-
   return Case(
     name=name,
     shapes=f"{_shapes(part, k)}, layer {layers} of {layers}",
@@ -199,7 +175,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
     reference=lambda: _reference(part, k, v, method.window(at, qpos[:, -LAST:]), qpos),
     tolerance=1e-5 if quick else 1e-2,
     contenders=contenders,
-    remarks=remarks,
+    figures=lambda _: {"visible": seen},
   )
 
 
@@ -288,16 +264,11 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
   work = {m: operations(model.config, m, tokens) for m, _ in ways.values()}
   saved = {n: 1 - work[m] / work[full] for n, (m, _) in ways.items() if m != full}
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    lines = []
-    for name, taken in seconds.items():
-      line = f"{name}: {work[ways[name][0]] / taken / 1e12:.0f} TFLOP/s"
-      if name in saved:
-        fall = 1 - taken / seconds["Full"]
-        line += f", work falls by {saved[name]:.4f}, time by {fall:.4f}, "
-        line += f"{fall / saved[name]:.2f} of that"
-      lines.append(line)
-    return [f"ETF + PSAW saves {saved['kvjax']:.4f} of the operations", *lines]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    rates = {f"{n}, TFLOP/s": work[ways[n][0]] / s / 1e12 for n, s in seconds.items()}
+    less = {f"{n}, less work": share for n, share in saved.items() if n in seconds}
+    falls = {f"{n}, less time": 1 - seconds[n] / seconds["Full"] for n in saved if n in seconds}
+    return rates | less | falls
 
   return Case(
     name=name,
@@ -306,7 +277,7 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
     reference=lambda: run["check"]()[1],
     tolerance=1e-4 if quick else 5e-2,
     contenders=[contender(name) for name in ways if name != "check"],
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -324,8 +295,7 @@ def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
     "PyramidKV": kvjax.PyramidKV(budget=budget),
     "Full": kvjax.Full(),
   }
-  layer = 2 * tokens * model.config.kv_heads * model.config.head_dim * model.dtype.itemsize
-  memory: dict[str, str] = {}
+  found: dict[str, float] = {}  # gigabytes, but for rates
 
   @functools.cache
   def once(method: str) -> float:
@@ -338,21 +308,15 @@ def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
     assert np.isfinite(logits).all()
     gc.collect()
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-    rate = operations(model.config, methods[method], tokens) / taken / 1e12
-    memory[method] = (
-      f"{method}: {taken:.2f} s, {rate:.0f} TFLOP/s; caches {held.output_size_in_bytes / 1e9:.2f} "
-      f"GB, temporary {held.temp_size_in_bytes / 1e9:.2f} GB, of which {more / 1e9:+.3f} GB come "
-      f"with {model.config.layers - 2} of the layers; peak of the process {peak / 1e9:.1f} GB"
-    )
+    told = {
+      f"{method}, TFLOP/s": operations(model.config, methods[method], tokens) / taken / 1e12,
+      f"{method}, caches": held.output_size_in_bytes / 1e9,
+      f"{method}, temporary": held.temp_size_in_bytes / 1e9,
+      f"{method}, of it, of {model.config.layers - 2} of the layers": more / 1e9,
+      f"{method}, peak of the process": peak / 1e9,
+    }
+    found.update(told)
     return taken
-
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    queries = model.config.kv_heads * model.config.groups
-    return [
-      *memory.values(),
-      f"a layer's keys and values are {layer / 1e9:.3f} GB; a map of all queries × slots of one "
-      f"head would be {2 * tokens * tokens / 1e9:.1f} GB, of a layer {queries} times that",
-    ]
 
   return Case(
     name=name,
@@ -365,7 +329,7 @@ def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
       *(optional("transformers", lambda: _transformers(model.config, tokens)) if peers else ()),
     ),
     subject="Full",
-    remarks=remarks,
+    figures=lambda _: found,
   )
 
 

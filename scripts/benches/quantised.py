@@ -90,13 +90,6 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
     suites.reading([x[1:3] for x in inputs], calls),
   ]
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    seconds, dense = dict(seconds), seconds["dense decode"]
-    del seconds["read"], seconds["dense decode"]
-    best = min(seconds, key=seconds.__getitem__)
-    found = [f"{dense / seconds['kvjax']:.2f} × as fast as dense {shape.dtype} decode"]
-    return found + [f"fastest: {best}, {dense / seconds[best]:.2f} ×"] * sweep
-
   batch, kv_heads, groups, head_dim = inputs[0][0].shape
   return Case(
     name=name,
@@ -106,7 +99,6 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
     reference=lambda: exact(*inputs[0], bits=bits),
     tolerance=5e-3,
     contenders=contenders,
-    remarks=remarks,
   )
 
 
@@ -140,10 +132,6 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
     q, k, v, per_slot, *rest = codes[0]
     return sparse.reference(rounded_query(q), *numbers(k, v, per_slot, bits), *rest, unit=unit)
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    faster = seconds["sparse decode"] / seconds["kvjax"]
-    return [f"{faster:.2f} × as fast as sparse decode of {shape.dtype}"]
-
   return Case(
     name=name,
     shapes=f"{shape.batch} rows of {shape.kv_heads} KV heads × {shape.groups}, {shape.slots} slots "
@@ -152,7 +140,6 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
     reference=wanted,
     tolerance=5e-3,
     contenders=contenders,
-    remarks=remarks,
   )
 
 

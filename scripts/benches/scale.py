@@ -30,13 +30,7 @@ PROMPT = 32768
 CONTEXT = 1, 524288
 LARGE = "Llama-3.1-70B", 8, 32768  # on four devices; on two without Full, whose caches do not fit
 KEPT = 5  # methods that evict keep one token in so many
-# TPOT without ART over that with it on Llama-3.1-70B, at a fifth of the tokens (ART, Tab. 1).
-GAINS = {
-  "full": 1.15 / 1.00,
-  "snapkv": 1.58 / 1.47,
-  "pyramidkv": 1.60 / 1.47,
-  "streaming_llm": 1.66 / 1.52,
-}
+KEEPING = ("full", "snapkv", "pyramidkv", "streaming_llm")
 # Two all-reduces a layer, each alone between products that wait for it.
 CHAIN = 64
 USABLE = 0.85  # of a device's memory by weights and caches; the rest is for what steps make
@@ -79,7 +73,7 @@ def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
   name, batch, tokens = ("tiny", 2, 64) if quick else LARGE
   labels = {
     method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART"
-    for method in GAINS
+    for method in KEEPING
     if quick or n >= (4 if method == "full" else 2)
   }
   wanted = {method: label for method, label in labels.items() if only in label}
@@ -165,12 +159,13 @@ def decoder(label: str, name: str, batch: int, tokens: int, mesh: Mesh) -> Case:
   chains = reductions(mesh, batch, width, dtype) if heads > 1 else []
   summands = 2 * model.config.layers
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    return [
-      f"{seconds[parts] / (seconds[whole] / n + summands * one):.3f} × (one device / {n} + "
-      f"{summands} all-reduces of [{batch}, {width}] {dtype.name}, {which})"
-      for one, which in all_reduces(chains, seconds)
-    ] + [f"{seconds[whole] / seconds[parts]:.2f} times as fast as one device; {contenders[1].note}"]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    over = {
+      f"over an equal share + {summands} all-reduces{kind}": seconds[parts]
+      / (seconds[whole] / n + summands * one)
+      for kind, one in all_reduces(chains, seconds)
+    }
+    return over | contenders[1].figures
 
   return Case(
     name=label,
@@ -183,7 +178,7 @@ def decoder(label: str, name: str, batch: int, tokens: int, mesh: Mesh) -> Case:
     tolerance=0.1 if dtype == jnp.bfloat16 else 1e-4,
     contenders=(*contenders, *chains),
     subject=parts,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -240,11 +235,10 @@ def prompt(label: str, name: str, tokens: int, mesh: Mesh) -> Case:
       return taken
 
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Contender(name, seconds, lambda: output, f"{temporary / 1e9:.2f} GB")
+    return Contender(name, seconds, lambda: output, {"GB": temporary / 1e9})
 
   whole, parts = "1 device", f"{n} devices"
   contenders = contender(whole, model), contender(parts, parallel.shard(model, mesh))
-  notes = ", ".join(f"{each.name}: {each.note}" for each in contenders)
   return Case(
     name=label,
     shapes=f"{model.config.layers} layers, {model.dtype.name}",
@@ -253,9 +247,7 @@ def prompt(label: str, name: str, tokens: int, mesh: Mesh) -> Case:
     tolerance=0.1 if model.dtype == jnp.bfloat16 else 1e-4,
     contenders=contenders,
     subject=parts,
-    remarks=lambda s: [
-      f"{s[whole] / s[parts]:.2f} times as fast as one device; temporary memory, {notes}"
-    ],
+    figures=lambda _: {f"{each.name}, temporary, GB": each.figures["GB"] for each in contenders},
   )
 
 
@@ -283,19 +275,15 @@ def stopping(
   kv_bytes = sum(x.nbytes for x in kept)
   del kept, slots  # the steps donate them
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate = this_device().read
-    read = (weight_bytes + kv_bytes) / rate
-    without, beside = seconds[name], seconds[f"ART({name})"]
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    read = (weight_bytes + kv_bytes) / this_device().read
+    over = {
+      f"over bytes of a device + {summands} all-reduces{kind}": seconds[name]
+      / (read + summands * one)
+      for kind, one in all_reduces(chains, seconds)
+    }
     apart = np.linalg.norm(early() - plain()) / np.linalg.norm(plain())
-    return [
-      f"{without / (read + summands * one):.3f} × (bytes of a device / {rate / 1e12:.2f} TB/s "
-      f"+ {summands} all-reduces of [{batch}, {width}] {model.dtype.name}, {which})"
-      for one, which in all_reduces(chains, seconds)
-    ] + [
-      f"ART: {without / beside:.3f} times as fast, the paper {GAINS[name]:.3f} on text; here keys "
-      f"are random and attention hardly falls off. Its logits differ by {apart:.1e}",
-    ]
+    return over | {"ART's logits apart": float(apart)}
 
   return Case(
     name=label,
@@ -306,7 +294,7 @@ def stopping(
     tolerance=0.0,
     contenders=(*contenders, *chains),
     subject=name,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -362,11 +350,10 @@ def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> list[Contender
   ]
 
 
-def all_reduces(chains: list[Contender], seconds: dict[str, float]) -> Iterator[tuple[float, str]]:
-  """Seconds of an all-reduce of each chain, and how it is to be called."""
+def all_reduces(chains: list[Contender], seconds: dict[str, float]) -> Iterator[tuple[str, float]]:
+  """The kind of each chain, and seconds of an all-reduce."""
   for chain in chains:
-    one = seconds[chain.name] / CHAIN
-    yield one, f"{one * 1e6:.1f} µs each" + BY_XLA * chain.name.endswith(BY_XLA)
+    yield chain.name.removeprefix(f"{CHAIN} all-reduces"), seconds[chain.name] / CHAIN
 
 
 def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
@@ -419,5 +406,4 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
     tolerance=1e-2 if dtype == jnp.bfloat16 else 1e-4,
     contenders=(whole, parts),
     subject=parts.name,
-    remarks=lambda s: [f"{s[whole.name] / s[parts.name]:.2f} times as fast as one device"],
   )

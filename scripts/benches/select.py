@@ -13,7 +13,7 @@ from kvjax.families import sight
 from kvjax.kernels.common.devices import this_device
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, jax_contender
-from scripts.benches.longflow import holding
+from scripts.benches._layer import holding
 
 METHODS = {
   "Quest page 16": kvjax.Quest(1024, dense_layers=0),
@@ -73,19 +73,8 @@ def case(
     suites.reading([held.values() for _, held, _ in turns], calls),
   ]
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    rate = this_device().read
-    floor, ours = moved / rate, seconds["kvjax"]
-    lines = [
-      f"{ours * 1e6:.1f} µs a layer, {ours / floor:.2f} × the summaries' bytes over "
-      f"{rate / 1e12:.2f} TB/s ({floor * 1e6:.1f} µs); "
-      f"{seconds['XLA'] / ours:.2f} × faster than XLA"
-    ]
-    if (heads, batch, tokens) == (8, 1, 128 << 10):
-      lines.append(f"at most 15 µs: {ours * 1e6:.1f}")
-    if (heads, batch, tokens) == (8, 1, 512 << 10):
-      lines.append(f"at most 2 × the bytes: {ours / floor:.2f}")
-    return lines
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    return {"over the summaries' bytes": seconds["kvjax"] * this_device().read / moved}
 
   return Case(
     name=label,
@@ -96,7 +85,7 @@ def case(
     reference=lambda: _ranking(jax.jit(run("reference"))(*turns[0])),
     tolerance=1e-5 if quick else 1e-3,
     contenders=contenders,
-    remarks=remarks,
+    figures=figures,
   )
 
 

@@ -168,7 +168,7 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
       }
     results.append(row)
   medians = {name: statistics.median(values) for name, values in times.items()}
-  read = medians.get("read")
+  read, figures = medians.get("read"), case.figures(medians) if case.subject in medians else {}
   return {
     "case": case.name,
     "shapes": case.shapes,
@@ -181,12 +181,10 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
     "repetitions": repetitions,
     "rounds": rounds,
     "results": results,
+    "figures": {name: np.asarray(value, float).tolist() for name, value in figures.items()},
     "remarks": [
-      *(case.remarks(medians) if case.subject in medians else []),
-      *(
-        f"{n}: quartiles wider than {bench_files.SPREAD:.0%}, not to be divided by"
-        for n in wide(times)
-      ),
+      f"{n}: quartiles wider than {bench_files.SPREAD:.0%}, not to be divided by"
+      for n in wide(times)
     ],
   }
 
@@ -239,8 +237,14 @@ def table(report: dict[str, Any]) -> str:
     lines.append(
       f"  {row['name']:24} {row['us']:8.1f} {spread:>17} {share:>9} {ratio:>9} {error:>9}".rstrip()
     )
-  lines += [f"  {remark}" for remark in report["remarks"]]
-  return "\n".join(lines)
+  for name, value in report.get("figures", {}).items():
+    lines.append(f"  {name}: {', '.join(map(_short, np.ravel(value)))}")
+  return "\n".join([*lines, *(f"  {remark}" for remark in report["remarks"])])
+
+
+def _short(x: float) -> str:
+  """Four figures of a number, all before its point."""
+  return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"
 
 
 def main(options: Args) -> int:

@@ -15,7 +15,7 @@ import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import jax
@@ -24,7 +24,7 @@ import tyro
 
 import kvjax
 from kvjax.programs import bench, common, console
-from scripts.benches.longflow import holding
+from scripts.benches._layer import holding, projected, step_of
 
 STEPS = 9
 FLUSH = 128 << 20  # bytes, more than an L2 cache holds
@@ -91,37 +91,23 @@ def layers() -> dict[str, Layer]:
   }
 
 
-def step_of(layer: Layer, impl: str) -> Callable:
-  """A decode step: (cache, qkv, live) to the cache and the output."""
-  at = layer.method.at(kvjax.Env(LAYERS, kvjax.Rope(), impl=impl), 0)
-
-  def step(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
-    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
-    out, cache, *_ = layer.method.decode_step(at, cache, q, k, v, live, kvjax.Carry())
-    return cache, out
-
-  return step
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def start(layer: Layer, impl: str) -> tuple[Any, tuple[Any, Any]]:
   """A cache of random tokens after the steps that come before, and what enters it next."""
   spec = layer.spec
-  shape = spec.batch, spec.kv_heads, spec.groups + 2, spec.head_dim
-  # In one array, as a decoder's product.
-  inputs = jax.random.normal(jax.random.key(0), shape, spec.dtype), jnp.ones(spec.batch, bool)
+  inputs = projected(spec)
   cache = holding(layer.method, spec, jnp.int32(layer.tokens))
   keys = jax.random.normal(jax.random.key(1), cache.slots["k"].shape, jnp.float32)
   cache = cache.put(slots={"k": keys.astype(spec.dtype)})
   for _ in range(layer.before):
-    cache, _ = step_of(layer, impl)(cache, *inputs)
+    cache, _ = step_of(layer.method, impl, LAYERS)(cache, *inputs)
   return cache, inputs
 
 
 def launches(layer: Layer, impl: str = "auto") -> list[tuple[str, float]]:
   """Names of a step's launches, and their median µs; copies and what XLA makes are among them."""
   cache, inputs = start(layer, impl)
-  step = jax.jit(step_of(layer, impl), donate_argnums=0)
+  step = jax.jit(step_of(layer.method, impl, LAYERS), donate_argnums=0)
   flush = jax.jit(lambda x: x + 1, donate_argnums=0)
   rows, others, found = cache.rows, jnp.zeros(FLUSH // 4), []
   with tempfile.TemporaryDirectory() as folder:

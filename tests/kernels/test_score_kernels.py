@@ -17,7 +17,7 @@ from kvjax.kernels.selection.key_weights import key_logits, key_weights
 from kvjax.kernels.selection.page_bounds import page_bounds
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.ops import scores
-from scripts.benches.longflow import holding
+from scripts.benches._layer import holding
 
 SHAPES = [
   (2, 3, 3, 300, 24, "float32"),

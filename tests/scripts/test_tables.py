@@ -178,7 +178,7 @@ def test_other_cases_contenders_and_orders_change_nothing(folder):
   def more(found):
     for case in found:
       case["results"].insert(0, {**case["results"][0], "name": "another"})
-      case["remarks"].insert(0, "another remark")
+      case.setdefault("figures", {})["another"] = 1
     found.append({**found[0], "case": "another"})
     found.reverse()
 
@@ -201,7 +201,7 @@ def without(found, name):
       r"B8 T1024 32x1 1/8, random keys: found no 'kvjax'",
     ),
     (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no 'us', expected"),
-    (lambda found: found[0]["remarks"].clear(), r"B8 T1024 .*found no remark like"),
+    (lambda found: found[0]["figures"].clear(), r"B8 T1024 .*found no 'tokens a head'"),
   ],
 )
 def test_what_is_missing_is_named_with_its_file(folder, how, said):
@@ -259,7 +259,7 @@ def test_quotations_of_what_is_not_there_are_named(quoted, reference, said):
 # ---- the rule of what is divided by
 
 
-HERE = Record("bench_x.json", ("cases", 0), "a card", 5, "B1")
+HERE = Record("bench_x.json", ("cases", 0), "a card", 5)
 
 
 def timing(us, low, high, name="Full", record=HERE):
@@ -404,7 +404,7 @@ def test_prose_quotes_no_figure(name):
 
 
 def test_a_record_says_all_that_judges_a_figure():
-  for name in ("file", "place", "card", "setting", "fitted"):
+  for name in ("file", "place", "card"):
     with pytest.raises(ValueError, match=f"found no {name} of a figure"):
       dataclasses.replace(HERE, **{name: ""})
   with pytest.raises(ValueError, match="found n = 0 of a figure"):

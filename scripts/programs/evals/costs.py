@@ -26,7 +26,6 @@ class Cost:
       compiler does not say.
     expected_us: what `advise` expects of a step; None where it was not asked.
     visited: share of the tokens that a layer attended to, mean of layers; None: not measured.
-    settings: of the method.
     times: how often a step was timed.
   """
 
@@ -43,7 +42,6 @@ class Cost:
   peak_bytes: float | None
   expected_us: float | None = None
   visited: float | None = None
-  settings: str = ""
   times: int = 1
 
   @property
@@ -104,7 +102,6 @@ def _parsed(line: str, where: str) -> Cost:
     peak_bytes=held.get("peak_bytes"),
     expected_us=held.get("expected_us"),
     visited=held.get("visited"),
-    settings=held.get("settings", held["method"]),
     times=len(held.get("us_all", ())) or 1,
     **{name: held[name] for name in _NUMBERS},
   )

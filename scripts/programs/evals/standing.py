@@ -27,8 +27,6 @@ class Standing:
     score: mean of the tasks that are compared; None where one of them is not done.
     gap: score less the full cache's, paired by prompt; None where score is.
     prompts: by task, those that its figures are of.
-    settings: of its rows.
-    fitted: what of them was fitted on other texts; empty where nothing was.
   """
 
   method: str
@@ -38,8 +36,6 @@ class Standing:
   score: Estimate | None
   gap: Estimate | None
   prompts: dict[str, frozenset[str]]
-  settings: str
-  fitted: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +177,7 @@ def _standing(
     )
   for task in followed:
     kl = estimate([cells[task][x]["also"]["kl"] for x in listed[task]], shares=False)
-  row = next(iter(next(iter(cells.values())).values()))
-  said = row.get("settings", who[0]), row.get("fitted", "")
-  return Standing(*who, estimates, kl, score, gap, prompts, *said)
+  return Standing(*who, estimates, kl, score, gap, prompts)
 
 
 def _less(cells: Cells, whole: Cells, task: str, prompt: str) -> float:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ class Contender:
     seconds: runs the work once and returns seconds per call.
     output: runs one call and returns what is compared with the case's reference, or None for a
       contender that computes something else (a streaming read, say).
-    note: for remarks.
+    figures: what else is known of it, for the case's figures.
     steps: runs one call and returns integers that are compared with the case's (tiles walked, say);
       None: there are none.
   """
@@ -35,7 +35,7 @@ class Contender:
   name: str
   seconds: Callable[[], float]
   output: Callable[[], np.ndarray] | None = None
-  note: str = ""
+  figures: Mapping[str, float] = dataclasses.field(default_factory=dict)
   steps: Callable[[], np.ndarray] | None = None
 
 
@@ -51,7 +51,8 @@ class Case:
     tolerance: largest ‖output − reference‖ / ‖reference‖.
     contenders: everything that is timed; one named "read" gives the bandwidth of the floor.
     subject: name of the contender that the table is about.
-    remarks: lines below the table, made from the median seconds of every contender.
+    figures: numbers by their names, made from the median seconds of every contender; not what the
+      table shows, ratios of two contenders.
     steps: the reference's integers, computed when called, for contenders that have such.
     slack: largest difference of any of them.
   """
@@ -63,7 +64,7 @@ class Case:
   tolerance: float
   contenders: Sequence[Contender]
   subject: str = "kvjax"
-  remarks: Callable[[dict[str, float]], list[str]] = lambda seconds: []
+  figures: Callable[[dict[str, float]], dict[str, Any]] = lambda seconds: {}
   steps: Callable[[], np.ndarray] | None = None
   slack: int = 0
 
@@ -283,3 +284,20 @@ def torch_contender(
     return function(*arguments[0]).float().cpu().numpy()
 
   return Contender(name, seconds, first)
+
+
+def torch_attention(
+  name: str, q: tuple[int, ...], kv: tuple[int, ...], *, calls: int = 8, **how: Any
+) -> Contender:
+  """torch's attention over drawn bfloat16 of these shapes, as "torch flash" says; timed only."""
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
+  backend = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
+  drawn = [torch.randn(x, dtype=torch.bfloat16, device="cuda") for x in (q, kv, kv)]
+
+  def attend(*tensors: Any) -> Any:
+    with sdpa_kernel(backend[name]):
+      return torch.nn.functional.scaled_dot_product_attention(*tensors, **how)
+
+  return dataclasses.replace(torch_contender(name, attend, [(*drawn,)], calls=calls), output=None)

@@ -187,28 +187,24 @@ def case(
     steps = [pool.submit(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)]
   exact, plain = (_logits(step.result(), leaves, held) for step in steps)
   rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
-  ours, alone, by_xla = (
+  contenders = [
     loop(name, *job.result(), leaves, held, checked=name == "kvjax") for name, job in loops.items()
-  )
-  contenders = [ours, alone, by_xla]
+  ]
   if peers:
     plain = functools.partial(torch_decoder.contender, model, held[0], tokens)
     contenders += optional("torch, CUDA graph", plain)
     contenders += optional("transformers", lambda: _transformers(c, batch, tokens, peers))
   rate = this_device().read
-  floor, at = (weight_bytes + kv_bytes) / rate, f"{rate / 1e12:.2f} TB/s"
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    cache = kv_bytes / rate
-    ratios = {
-      f"(XLA's products + KV bytes / {at})": seconds["products (XLA)"] + cache,
-      f"(our products + KV bytes / {at})": seconds["products"] + cache,
-      f"(weights + KV bytes) / {at}": floor,
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
+    ours, cache = seconds["kvjax"], kv_bytes / rate
+    return {
+      "over XLA's products + KV": ours / (seconds["products (XLA)"] + cache),
+      "over our products + KV": ours / (seconds["products"] + cache),
+      "over all bytes": ours * rate / (weight_bytes + kv_bytes),
+      "error of XLA's own step": rounding,
+      **contenders[0].figures,
     }
-    return [
-      ", ".join(f"{seconds['kvjax'] / bar:.3f} × {name}" for name, bar in ratios.items()),
-      f"{ours.note}; XLA's own step differs from float32 activations by {rounding:.1e}",
-    ]
 
   return Case(
     name=label,
@@ -219,7 +215,7 @@ def case(
     # As far from float32 activations as XLA's own step in the model's dtype, and a quarter more.
     tolerance=1.25 * rounding + 1e-5,
     contenders=contenders,
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -247,7 +243,7 @@ def _logits(step: Any, leaves: Any, held: list[Any]) -> np.ndarray:
 
 def program(
   model: Transformer, method: Any, impl: str, caches: Any, options: dict[str, str] | None = None
-) -> tuple[Any, str]:
+) -> tuple[Any, dict[str, float]]:
   """STEPS decode steps in one compiled program, always from the same state, and what it took.
 
   `options` are the compiler's, by default those of the devices that the model is on.
@@ -275,15 +271,21 @@ def program(
   compiled = jitted.lower(leaves, caches, token, caches[0].rows).compile()
   memory = compiled.memory_analysis()
   layer = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches[0]))
-  note = (
-    f"compiled in {time.perf_counter() - began:.1f} s, four others beside it; temporary memory "
-    f"{memory.temp_size_in_bytes / 1e6:.1f} MB of {layer / 1e6:.1f} MB for a layer's cache"
-  )
-  return compiled, note
+  return compiled, {
+    "compiled beside others in, s": time.perf_counter() - began,
+    "temporary memory, MB": memory.temp_size_in_bytes / 1e6,
+    "a layer's cache, MB": layer / 1e6,
+  }
 
 
 def loop(
-  name: str, compiled: Any, note: str, leaves: Any, held: list[Any], *, checked: bool
+  name: str,
+  compiled: Any,
+  figures: dict[str, float],
+  leaves: Any,
+  held: list[Any],
+  *,
+  checked: bool,
 ) -> Contender:
   """A compiled loop as a contender. `held` is one place for the caches, which contenders donate
   and put back in turn.
@@ -297,7 +299,7 @@ def loop(
     taken, (held[0], _) = clocked(compiled, leaves, held[0], token, start)
     return taken / STEPS
 
-  return Contender(name, seconds, (lambda: output) if checked else None, note)
+  return Contender(name, seconds, (lambda: output) if checked else None, figures)
 
 
 def hugging_face(config: ModelConfig, **more: Any) -> Any:

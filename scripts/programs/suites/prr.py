@@ -365,33 +365,19 @@ def case(name: str, s: Setting, quick: bool, peers: bool) -> Case:
   summaries = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
   moved = summaries + s.bytes((wide + 1) * s.page)
 
-  def remarks(t: dict[str, float]) -> list[str]:
+  def figures(t: dict[str, float]) -> dict[str, float]:
     if quick:
-      return []
+      return {}
     floor = moved / this_device().read
-    longest = max(t["select"], t["speculate"], floor)
     # The step's one search is that of the selection and of the next forecast: the update is hidden.
-    bound = (t["select"] + t["attend"]) / (longest + t["repair"])
-    apart = (t["select"] + t["attend"]) / (longest + t["repair"] + t["update"])
-    gain, lone = t["serial"] / t["prr"], t["serial"] / t["prr, one by one"]
-    keys = {"S1": "prr, S1", "S2": "prr, S2", "S3": "prr"}
-    stages = (f"{n} {t['serial'] / t[key]:.2f}" for n, key in keys.items() if key in t)
-    lines = [
-      f"serial / prr {gain:.2f}; without overlap {lone:.2f}; stages {', '.join(stages)}",
-      f"bound {bound:.2f} from the parts, reached {gain / bound:.2f} of it; {apart:.2f} with the "
-      "update behind it",
-      f"attention and scoring: {(t['speculate'] + t['score']) * 1e6:.1f} µs apart, "
-      f"{t['speculate beside score'] * 1e6:.1f} side by side, bytes {floor * 1e6:.1f}",
-      "expected: 0.85 of the bound where that is above 1.15; elsewhere at most 1.03 × serial "
-      f"({t['prr'] / t['serial']:.2f}), or a profile that says 0",
-    ]
-    if FLASHINFER in t:
-      theirs = t["score"] + t["top_k, lax"] + t[FLASHINFER]
-      lines.append(
-        f"{theirs / t['prr']:.2f} × faster than scores, lax.top_k and {FLASHINFER} one by one; at "
-        "least 2; the paper has 1.42 (Quest) and 1.56 (InfLLM-v2) over a slower serial kernel"
-      )
-    return lines
+    parts = max(t["select"], t["speculate"], floor) + t["repair"]
+    first = t["select"] + t["attend"]
+    return {
+      "gain if parts hid": first / parts,
+      "with the update behind it": first / (parts + t["update"]),
+      "attention and scoring apart, µs": 1e6 * (t["speculate"] + t["score"]),
+      "their bytes, µs": 1e6 * floor,
+    }
 
   return Case(
     name=name,
@@ -403,7 +389,7 @@ def case(name: str, s: Setting, quick: bool, peers: bool) -> Case:
     tolerance=1e-2,
     contenders=contenders,
     subject="prr",
-    remarks=remarks,
+    figures=figures,
   )
 
 
@@ -452,10 +438,6 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
     tolerance=1e-5,
     contenders=contenders,
     subject="searched",
-    remarks=lambda t: [
-      f"{32e3 * t['searched']:.0f} ms in 32 layers, {32e3 * t['followed']:.0f} without the search; "
-      "the paper has 2.4 ms in all for 16K tokens, on the CPU beside the prompt"
-    ],
   )
 
 
@@ -524,15 +506,6 @@ def repairs(name: str, s: Setting, quick: bool) -> Case:
   plain = [(q,) for q, _, _ in inputs]
   contenders.append(jax_contender("a launch", _launch, plain, calls=2 if quick else 64))
 
-  def remarks(t: dict[str, float]) -> list[str]:
-    rows = {n: t[f"{n} missed"] for n in MISSES if f"{n} missed" in t}
-    some = max(n for n in rows if n <= 4)
-    more = (rows[some] - rows[0]) * 1e6
-    return [
-      f"{some} missed: {rows[some] * 1e6:.1f} µs, {rows[some] / t['a launch']:.2f} launches "
-      f"(at most 2 at 4 of 64); {more:+.1f} µs over none"
-    ]
-
   return Case(
     name=name,
     shapes=f"{s.batch * s.kv_heads} rows, G {s.groups}, pages of {s.page}, "
@@ -542,5 +515,4 @@ def repairs(name: str, s: Setting, quick: bool) -> Case:
     tolerance=1e-2,
     contenders=contenders,
     subject="0 missed",
-    remarks=remarks,
   )

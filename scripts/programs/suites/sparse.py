@@ -1,7 +1,6 @@
 """attention over the blocks that a plan lists, in a long context, against FlashInfer"""
 
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +14,6 @@ from kvjax.programs.suites import Case, Contender, jax_contender, optional, read
 
 # The grid of PRR's Tab. 3.
 UNITS, BUDGETS = (16, 32, 64, 128, 256), (1024, 2048, 4096, 6144, 8192)
-TARGETS = {
-  "FlashInfer paged": "expected 1.0 at most, no case above 1.15",
-  "FlashInfer block-sparse": "expected 0.45 at most: 2.2 × on average",
-}
 PEERS = {"FlashInfer paged": "paged", "FlashInfer block-sparse": "block_sparse"}
 
 
@@ -29,15 +24,12 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   dtype = jnp.float32 if quick else jnp.bfloat16
   cache = 1, kv_heads, slots, head_dim
   k, v = (jax.random.normal(key, cache, dtype) for key in jax.random.split(jax.random.key(0)))
-  ratios: dict[str, list[float]] = {}
   for unit in (16,) if quick else UNITS:
     for budget in (64, 128) if quick else BUDGETS:
-      yield f"block {unit} budget {budget}", case, k, v, groups, unit, budget, peers, ratios
+      yield f"block {unit} budget {budget}", case, k, v, groups, unit, budget, peers
 
 
-def case(
-  name: str, k: Any, v: Any, groups: int, unit: int, budget: int, peers: bool, ratios: dict
-) -> Case:
+def case(name: str, k: Any, v: Any, groups: int, unit: int, budget: int, peers: bool) -> Case:
   """One block size and budget; several random plans, so that the L2 cache holds little of one."""
   _, kv_heads, slots, head_dim = k.shape
   moved = 2 * kv_heads * budget * head_dim * k.dtype.itemsize
@@ -51,18 +43,6 @@ def case(
     for peer, kind in PEERS.items():
       contenders += optional(peer, functools.partial(flashinfer, turns, unit, peer, kind))
 
-  def remarks(seconds: dict[str, float]) -> list[str]:
-    lines = []
-    for peer in PEERS:
-      if peer in seconds:
-        ratios.setdefault(peer, []).append(seconds["kvjax"] / seconds[peer])
-        mean = math.exp(np.mean(np.log(ratios[peer])))
-        lines.append(
-          f"{ratios[peer][-1]:.3f} × {peer}; geometric mean of {len(ratios[peer])} cases {mean:.3f}"
-          f" ({TARGETS[peer]})"
-        )
-    return lines
-
   return Case(
     name=name,
     shapes=f"{kv_heads} KV heads × {groups}, {slots} slots of {head_dim} {k.dtype.name}, "
@@ -71,7 +51,6 @@ def case(
     reference=lambda: reference(*turns[0], unit=unit),
     tolerance=1e-5 if k.dtype == jnp.float32 else 1e-2,
     contenders=contenders,
-    remarks=remarks,
   )
 
 

@@ -7,10 +7,12 @@ divide by what was not steady; tables (`cells`) take nothing without a source.
 """
 
 import importlib
+from collections.abc import Callable
 
-from scripts.tools.tablemakers.results import Maker, Results
+from scripts.tools.tablemakers.records import Part
+from scripts.tools.tablemakers.results import Results
 
-__all__ = ["DOCUMENTS", "Maker", "Results", "maker"]
+__all__ = ["DOCUMENTS", "Results", "maker"]
 
 _PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
 _PAGES += ("selection", "codes", "beside")
@@ -20,8 +22,8 @@ DOCUMENTS = (
 )
 
 
-def maker(name: str) -> Maker:
-  """Of a part between markers.
+def maker(name: str) -> Callable[[Results], Part]:
+  """What makes the part between some markers: its lines and their figures.
 
   Raises:
     ValueError: there is none of this name.

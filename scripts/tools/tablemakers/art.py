@@ -5,21 +5,19 @@ import re
 from typing import Any
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, longer, median, own, said, say
+from scripts.tools.tablemakers.cells import faster, figure, longer, median, own, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import Case, Named, Results
 from scripts.tools.tablemakers.timings import Ratio, gain
 
-DECODE, BLIND = "dense decode|sparse decode", "ART, not looking"
+DECODE = "dense decode|sparse decode"
 
 
-def _slower(peer: str) -> cells.Column:
+def _slower(figure: str) -> cells.Column:
   """By how many percent a walk without an end is slower, with its 95 % interval."""
-  percent = r"([+-][\d.]+)%"
 
   def show(case: Case) -> str:
-    found = case.numbers(rf"^(?:{peer}) \+ {percent} \[{percent}, {percent}\]")
-    text = say("{:+.2f} % [{:+.2f}, {:+.2f}]", *found)
+    text = say("{:+.2f} % [{:+.2f}, {:+.2f}]", *case.figures[figure])
     beside = cells.timed(case, DECODE)
     return say("{}", Ratio(text, beside)) if beside else text
 
@@ -32,23 +30,23 @@ endless = cells.cases(
   "^p=inf",
   ("ART, no stops", own("ART, p = inf")),
   ("dense or sparse decode", median(DECODE)),
-  ("slower by", _slower(DECODE)),
-  ("slower than ART that does not look by", _slower(BLIND)),
+  ("slower by", _slower("over decode, %")),
+  ("slower than ART that does not look by", _slower("over not looking, %")),
 )
 # Walks that end: their splits, and the shares of the tiles that are visited and loaded.
 stopping = cells.cases(
   "art",
   r"^decay \S+ \S+ 8x4$|^recorded$",
-  ("splits", said(r"^(\d+) splits a head", "{:.0f}")),
-  ("visited", said(r"^\d+ splits a head; ([\d.]+) of the tiles visited", "{:.0%}")),
-  ("loaded", said(r"of the tiles visited, ([\d.]+) loaded", "{:.0%}")),
+  ("splits", figure("splits", "{:.0f}")),
+  ("visited", figure("visited", "{:.0%}")),
+  ("loaded", figure("loaded", "{:.0%}")),
   ("time", own("ART")),
-  ("expected", said(r"\+ 5 µs = ([\d.]+)", "{:.1f} µs")),
+  ("expected", figure("expected, µs", "{:.1f} µs")),
   ("dense", median("dense decode")),
-  ("a tile of a lone walk", said(r"tiles at ([\d.]+) µs\)", "{:.2f} µs")),
+  ("a tile of a lone walk", figure("a tile of a lone walk, µs", "{:.2f} µs")),
   (
     "of dense decode's bandwidth",
-    said(r"^([\d.]+) of dense decode's bandwidth", "{:.3f}", "dense decode"),
+    figure("of dense decode's bandwidth", "{:.3f}", "dense decode"),
   ),
 )
 # One walk a KV head, read by many programs.
@@ -71,9 +69,8 @@ def _allowed(name: str = "") -> cells.Column:
     who = name or case.name.partition(" Llama")[0]
     if who == "Full" or not case.has(who):
       return "–" if who == "Full" else ""
-    # The last figures of the line are those over the full cache.
-    allowed = case.numbers(rf"^{who}: .*bytes allow ([\d.]+)[^;]* over Full")
-    return say("{:.2f} of {:.2f}", gain(case.time(who), case.time("Full")), *allowed)
+    allowed = case.figures[f"{who}, bytes allow"]
+    return say("{:.2f} of {:.2f}", gain(case.time(who), case.time("Full")), allowed)
 
   return show
 
@@ -105,8 +102,7 @@ def studies(results: Results, names: str) -> dict[str, Named]:
     held = results.json(file)
     tile, tokens = map(int, re.findall(r"\d+", path.stem))
     label = f"{tokens:,} tokens, tiles of {tile}, {held['order']}"
-    setting = f"{held['about']['model']}, {held['about']['text']}, {label}"
-    found[-tile, tokens, label] = results.study(file, setting, n=held["walks"])
+    found[-tile, tokens, label] = results.study(file, held["walks"])
   return {label: found[_, tokens, label] for _, tokens, label in sorted(found)}
 
 
@@ -131,14 +127,12 @@ def orders(results: Results, names: str) -> Part:
   rows = []
   for path in sorted((results.folder / "art_study").glob(f"{names}*.json")):
     file = path.relative_to(results.folder).as_posix()
-    raw = results.json(file)
-    text, fitted = raw["about"]["text"], ", ".join(raw["fitted_on"])
-    setting = f"{raw['about']['model']}, {text}, {raw['steps']} steps to {raw['ends']} tokens"
-    held = results.study(file, setting, n=raw["walks"], fitted=fitted)
+    held = results.study(file, results.json(file)["walks"])
+    text = held["about"]["text"].split()[-1]
     for rule, row in held["rules"].items():
       longer = row["longer"] if "margin" in rule else None
-      rows.append([rule, text.split()[-1], *map(row.get, ("tau", "read", "error", "error_p99"))])
-      rows[-1].append(longer)
+      found = map(row.get, ("tau", "read", "error", "error_p99"))
+      rows.append([rule, text, *found, longer])
   error = "{:.1e}"
   head: list[Any] = ["walks", "text", ("τ", error), ("read", SHARE), ("mean error", error)]
   return cells.table([*head, ("99 % below", error), ("go on", SHARE)], rows, labels=2)

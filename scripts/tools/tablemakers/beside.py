@@ -9,7 +9,6 @@ from kvjax.programs.evals import kept, store
 from scripts.tools.tablemakers import cells, scored
 from scripts.tools.tablemakers.records import Figure, Part, Record
 from scripts.tools.tablemakers.results import Results
-from scripts.tools.tablemakers.timings import ends
 
 FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
 LIMITS = "limits.json"
@@ -49,10 +48,7 @@ def found(results: Results, folder: str) -> list[tuple[dict[str, Any], list[dict
     means = kept.summary(rows, ("model", *by))
     for each in means:
       place = tuple((name, each[name]) for name in by)
-      settings, method = own.get("methods", DIVIDED), each["method"]
-      said = settings.get(f"{method}, {each['budget']}") or settings.get(method, method)
-      setting = f"{own['model']}, {own['length']} tokens, {said}"
-      each["record"] = Record(file, place, "CPU", each["n"], setting)
+      each["record"] = Record(file, place, "CPU", each["n"])
     models.append((own, rows, means))
   return models
 
@@ -123,7 +119,7 @@ def kvpress(results: Results) -> Part:
 
 
 def _layer(each: Mean) -> str:
-  return f"{ends((100 * each['least'], 100 * each['most']), '{:.0f}')} %"
+  return f"{cells.span((100 * each['least'], 100 * each['most']), '{:.0f}')} %"
 
 
 def _found(each: Mean) -> str:

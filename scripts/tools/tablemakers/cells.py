@@ -28,16 +28,22 @@ def say(template: str, *parts: Any) -> Figure:
   return Figure(template.format(*parts), records.of(*sources))
 
 
-def listed(parts: Iterable[Any], between: str = ", ", form: str = "{}") -> Figure:
+def listed(parts: Iterable[Any], between: str = ", ") -> Figure:
   """Values one after the other."""
   parts = list(parts)
-  return say(between.join([form] * len(parts)), *parts)
+  return say(between.join(["{}"] * len(parts)), *parts)
+
+
+def span(values: Iterable[Any], form: str, between: str = " to ") -> str:
+  """From the least to the largest of some numbers; one where they read alike."""
+  found = sorted(values)
+  return between.join(dict.fromkeys(form.format(value) for value in (found[0], found[-1])))
 
 
 def ends(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> Figure:
-  """From the least to the largest of some numbers; one where they read alike."""
+  """The same of numbers from files."""
   found = list(values)
-  return Figure(timings.ends(found, form, between), records.of(*found))
+  return Figure(span(found, form, between), records.of(*found))
 
 
 def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -> Part:
@@ -53,16 +59,23 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
   columns = [(column, "{}") if isinstance(column, str) else column for column in head]
   names = [name for name, _ in columns]
   part = Part([_line(names), "|" + "---|" * len(columns)])
-  part.head = names[labels:]
   for row in rows:
     if len(row) != len(columns):
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
     shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
     behind = [records.without_source(text) for text in shown[labels:]]
     part.figures += [x for x in behind if isinstance(x, Figure)]
-    part.rows.append((", ".join(shown[:labels]), behind))
+    part.rows.append((", ".join(shown[:labels]), dict(zip(names[labels:], behind, strict=True))))
     part.append(_line(shown))
   return part if part.rows else Part()
+
+
+def described(
+  rows: Iterable[Any], *columns: tuple[str, str | Callable[[Any], Any]], labels: int = 1
+) -> Part:
+  """The same of records: of each column its name, and a field or what makes its cell."""
+  cells = ([of(x) if callable(of) else x.get(of) for _, of in columns] for x in rows)
+  return table([head for head, _ in columns], cells, labels)
 
 
 def framed(rows: Iterable[dict[str, Any]], labels: int = 1) -> Part:
@@ -116,8 +129,7 @@ def cases(
   def make(results: Results, named: str = "") -> Part:
     where = (suite, named or card) if suite else (named, card)
     held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: in_order(case.name))
-    rows = ([case.name, *(show(case) for _, show in columns)] for case in held)
-    return table(("", *(head for head, _ in columns)), rows)
+    return described(held, ("", lambda case: case.name), *columns)
 
   return make
 
@@ -166,11 +178,11 @@ def over_bytes(form: str = "{:.3f}") -> Column:
   return lambda case: say(form, (took := case.time("kvjax")).us * took.rate / case.bytes)
 
 
-def said(pattern: str, form: str = "{:.2f}", reference: str = "") -> Column:
-  """The number of a remark; if it is a ratio, to a reference."""
+def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
+  """A figure that the case says; if it is a ratio, to a reference."""
 
   def show(case: Case) -> str:
-    number = case.numbers(pattern)[0]
+    number = case.figures[name]
     return say(form, Ratio(number, took) if (took := timed(case, reference)) else number)
 
   return show

@@ -4,10 +4,11 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import glob
 import itertools
 import pathlib
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import kvjax
@@ -43,13 +44,9 @@ def room_of(module: str) -> str | None:
 
 def modules() -> dict[str, pathlib.Path]:
   """All of kvjax by their names, those behind its links too."""
-  links = (path for path in sorted(CODE.iterdir()) if path.is_symlink())
-  found = {path for folder in (CODE, *links) for path in folder.glob("**/*.py")}
-  named = {}
-  for path in sorted(found):
-    parts = ("kvjax", *path.relative_to(CODE).with_suffix("").parts)
-    named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-  return named
+  files = sorted(glob.glob("**/*.py", root_dir=CODE, recursive=True))
+  names = (f"kvjax/{file.removesuffix('.py')}".removesuffix("/__init__") for file in files)
+  return {name.replace("/", "."): CODE / file for name, file in zip(names, files, strict=True)}
 
 
 def imports(source: str, known: Collection[str]) -> set[str]:
@@ -96,12 +93,11 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 def rooms(results: Results) -> Part:
   """A graph for Mermaid of the folders; an arrow that others make in steps is left out."""
   found = doors()
-  lines = ["```mermaid", "graph TD"]
-  lines += [f'  {room.replace(".", "_")}["{room}<br/>{what}"]' for room, what in ROOMS.items()]
+  lines = [f'  {room.replace(".", "_")}["{room}<br/>{what}"]' for room, what in ROOMS.items()]
   for a, b in itertools.product(ROOMS, repeat=2):
     if (a, b) in found and not any((a, c) in found and (c, b) in found for c in ROOMS):
       lines.append(f"  {a} --> {b}".replace(".", "_"))
-  return ["", *lines, "```"]
+  return Part(["", "```mermaid", "graph TD", *lines, "```"])
 
 
 def stub() -> str:
@@ -133,11 +129,17 @@ def family(cls: type) -> str:
 
 def moves(results: Results) -> Part:
   """Every method, its family, and the moves that are not its family's."""
-  rows = [
-    [f"`{name}`", family(cls), ", ".join(f"`{move}`" for move in own(cls)) or "–"]
-    for name, cls in kvjax.METHODS.items()
-  ]
-  return cells.table(("method", "family", "moves of its own"), rows)
+  return cells.described(
+    kvjax.METHODS.items(),
+    ("method", lambda each: quoted(each[:1])),
+    ("family", lambda each: family(each[1])),
+    ("moves of its own", lambda each: quoted(own(each[1])) or "–"),
+  )
+
+
+def quoted(names: Iterable[str]) -> str:
+  """Names one after the other, as code."""
+  return ", ".join(f"`{name}`" for name in names)
 
 
 # ---- what goes over what
@@ -176,10 +178,7 @@ def compositions(results: Results) -> Part:
   """Every method that takes a base, and the bases that it takes; alike ones share a row."""
   rows: dict[tuple[str, ...], list[str]] = {}
   for name in kvjax.METHODS:
-    bases = over(name)
-    if bases is not None:
+    if (bases := over(name)) is not None:
       rows.setdefault(tuple(bases), []).append(name)
-  lines = [
-    [", ".join(f"`{x}`" for x in names) for names in (over, under)] for under, over in rows.items()
-  ]
-  return cells.table(("method", "goes over"), lines)
+  columns = ("method", lambda row: quoted(row[1])), ("goes over", lambda row: quoted(row[0]))
+  return cells.described(rows.items(), *columns)

@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 from kvjax.programs.evals import stats
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import longer, median, own, say
-from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Part, Record
+from scripts.tools.tablemakers.records import Figure, Number, Part, Record
 from scripts.tools.tablemakers.results import GPU, H100, Results
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
@@ -18,17 +18,15 @@ MAPS = 32  # that a case of `spans` divides
 
 def stream(results: Results) -> Part:
   case = results.bench("offload")["whole stream"]
-  host, *parts = case.remark(
-    r"host memory ([\d.]+) GiB; .* has ([\d.]+) GiB of vectors, ([\d.]+) GiB of copies"
-  )
-  (rates,) = case.remark(r"^tokens a second to each mark: ([\d, ]+)$")
-  later = [Figure(rate, rates.records).number for rate in rates.split(", ")[1:]]
-  in_use = cells.ends(case.numbers(r"device memory in use ([\d.]+) to ([\d.]+) GiB"), "{:.3f}")
+  figures = case.figures
+  parts = figures["vectors, GiB"], figures["copies, GiB"]
+  rates = cells.ends(figures["tokens a second to each mark"][1:], "{:,.0f}")
+  in_use = cells.ends(figures["in use, GiB"], "{:.3f}")
   rows = [
-    ["tokens a second, from 100K tokens on", cells.ends(later, "{:,.0f}")],
+    ["tokens a second, from 100K tokens on", rates],
     ["device memory in use after every call", say("{} GiB", in_use)],
-    ["of which index vectors, copied blocks", say("{} GiB, {} GiB", *parts)],
-    ["host memory", say("{} GiB", host)],
+    ["of which index vectors, copied blocks", say("{:.3f} GiB, {:.3f} GiB", *parts)],
+    ["host memory", say("{:.1f} GiB", figures["host, GiB"])],
     ["a token at 100K", case.time("token at 100K")],
     ["a token at 1024K", case.time("token at 1024K")],
   ]
@@ -49,12 +47,12 @@ def parts(results: Results) -> Part:
   divide = bench["spans"].time("divide") * (1 / MAPS)
   share = RETRIEVING * divide.us / bench["whole stream"].time("chunk to 200K").us
   label = f"one map a layer, of a chunk's time, in the {RETRIEVING} layers that divide"
-  vectors = bench["stream"].remark(r"allocated for 819,200 tokens: ([\d.]+) GiB of vec")
+  vectors = bench["stream"].figures["vectors, GiB"]
   apart = bench["stream"].rows["chunk at 100K"]["error"]
   rows += [
     ["a map of 128 × 128 divided into spans, one layer", divide],
     [label, say("{:.1%}", share)],
-    ["index vectors on the device at 800K tokens", say("{} GiB", *vectors)],
+    ["index vectors on the device at 800K tokens", say("{:.3f} GiB", vectors)],
     ["four layers beside the reference, logits apart", say("{:.1%}", apart)],
   ]
   return cells.table(("", "one H200"), rows)
@@ -93,7 +91,7 @@ def needles(results: Results, folder: str) -> Part:
       continue
     row: list[Any] = ["withdrawn", *[None] * 4]
     if name in kept:
-      record = _record(folder, about, name, kept[name])
+      record = _record(folder, name, kept[name])
       row = [_right(record, kept[name], listed) for listed in (kept[name], shared)]
       row += _retrieved(record, about, name, list(kept[name].values()))
     rows.append([f"`{method}`{comma}{rest}", *row])
@@ -107,15 +105,15 @@ def apart(results: Results, folder: str) -> Part:
 
   p is McNemar's exact test: that either finds what the other misses as often.
   """
-  held = results.json(f"{folder}/{FILE}")
-  about, answers = held["about"], {name: found for name, found in held["answers"].items() if found}
+  held = results.json(f"{folder}/{FILE}")["answers"]
+  answers = {name: found for name, found in held.items() if found}
   mine, rows = answers.pop("ltri"), []
-  record = _record(folder, about, "ltri", mine)
+  record = _record(folder, "ltri", mine)
   for name, theirs in answers.items():
     both = [(mine[i]["right"], theirs[i]["right"]) for i in mine.keys() & theirs.keys()]
     only = [sum(pair == which for pair in both) for which in ((True, False), (False, True))]
     p = binomtest(only[0], max(1, sum(only))).pvalue
-    sources = record, _record(folder, about, name, theirs)
+    sources = record, _record(folder, name, theirs)
     method, comma, rest = name.partition(",")
     rows.append([f"`{method}`{comma}{rest}", *(Number(x, *sources) for x in (*only, p))])
   head = (
@@ -132,11 +130,9 @@ def _withdrawn(name: str, about: dict[str, Any]) -> bool:
   return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
 
 
-def _record(folder: str, about: dict[str, Any], name: str, found: dict[str, Any]) -> Record:
-  setting = f"{about['methods'][name]}, {about['length']} tokens"
-  fitted = "; ".join(about.get("fitted", ())) or NOTHING
+def _record(folder: str, name: str, found: dict[str, Any]) -> Record:
   file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
-  return Record(file, ("answers", name), card, len(found), setting, fitted, frozenset(found))
+  return Record(file, ("answers", name), card, len(found), frozenset(found))
 
 
 def _right(record: Record, found: dict[str, Any], listed: Iterable[str]) -> Figure:

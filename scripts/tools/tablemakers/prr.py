@@ -1,7 +1,7 @@
 """PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
 
 from scripts.tools.tablemakers import cells, real
-from scripts.tools.tablemakers.cells import faster, median, own, said, say
+from scripts.tools.tablemakers.cells import faster, figure, median, own, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, H100, Case, Results
 from scripts.tools.tablemakers.timings import Ratio, Timing, gain
@@ -54,7 +54,7 @@ steps = cells.cases(
   ("select first", own("serial")),
   ("speed by the profile", faster("by profile", "serial", "{:.3f}")),
   ("speed at ρ = 1.25", faster("ρ = 1.25", "serial", "{:.3f}")),
-  ("hit at ρ = 1.25", said(r"^ρ = 1.25 hit (\d+)% of what was chosen", "{:.0f} %")),
+  ("hit at ρ = 1.25", figure("hit, %", "{:.0f} %")),
 )
 calibration = cells.cases(
   "prr",
@@ -105,11 +105,8 @@ def foresight(results: Results) -> Part:
 
   On the texts that α, β, γ were searched on, a step later.
   """
-  about = results.json(HITS)
-  setting = f"{about['model']}; {about['texts']}; {about['n']}"
-  fitted = f"α, β, γ: on {about['calibrated on']}"
-  texts = len(about["texts"].split("(")[0].split(","))
-  study = results.study(HITS, setting, n=texts, fitted=fitted)["bases"]
+  texts = results.json(HITS)["texts"].partition("(")[0].split(",")
+  study = results.study(HITS, len(texts))["bases"]
   bases = [study[name] for name in BASES.values()]
   again = (say("{:.0%}", base["last step's"]["reuse"]) for base in bases)
   rows = [["of a step's tiles, listed by the last one (its newest tile too)", *again]]

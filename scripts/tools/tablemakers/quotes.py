@@ -24,7 +24,7 @@ def beside(results: Results, page: str) -> Part:
   rows = []
   for i, row in enumerate(results.json(PAPERS)["pages"][page]):
     place = ("pages", page, i, "figure")
-    record = Record(PAPERS, place, row["card"], 1, f"{row['what']}, {row['where']}")
+    record = Record(PAPERS, place, row["card"], 1)
     here = filled(results, row["here"])
     rows.append([row["what"], row["where"], Figure(row["figure"], (record,)), here])
   return cells.table(("", "where", "the paper", "here"), rows, labels=2)
@@ -47,38 +47,35 @@ def filled(results: Results, template: str) -> str:
 
 
 def cell(results: Results, reference: str) -> Figure:
-  """The cell that a reference names.
+  """The cell that a reference names; of several rows, the least to the largest.
 
   Raises:
     ValueError: there is no such row or column, or several rows end so.
   """
   table, row, column = reference.split(" :: ")
-  part = _part(results, table)
-  rows = [values for label, values in part.rows if _matches(label, row)]
-  if not rows or (len(rows) > 1 and "*" not in row):
+  several = "*" in row
+  rows = [
+    values
+    for label, values in _part(results, table).rows
+    if (fnmatch.fnmatchcase(label, row) if several else label.endswith(row))
+  ]
+  if not rows or (len(rows) > 1 and not several):
     raise ValueError(f"{table}: found {len(rows)} rows like {row!r}, expected one")
-  if column not in part.head:
-    raise ValueError(f"{table}: found no column {column!r} among {part.head}")
-  values = [values[part.head.index(column)] for values in rows]
-  found = _ends(values) if "*" in row else values[0]
-  return Figure(found.replace("**", ""), records.of(found))
+  if column not in rows[0]:
+    raise ValueError(f"{table}: found no column {column!r} among {list(rows[0])}")
+  found = [values[column] for values in rows]
+  left = ""
+  if several:
+    if wide := sum(x.startswith("– (") for x in found):
+      left = f" ({wide} of {sum(x != '–' for x in found)} left out, not steady)"
+    held = (x for x in found if x[0] != "–")
+    found = sorted(held, key=lambda x: float(x.strip("*").split()[0]))
+  if not found:
+    raise ValueError(f"{reference}: found no figure, expected one")
+  text = " to ".join(dict.fromkeys((found[0], found[-1]))).replace("**", "")
+  return Figure(text + left, records.of(*found))
 
 
 @functools.cache
 def _part(results: Results, table: str) -> Part:
   return tablemakers.maker(table)(results)
-
-
-def _matches(label: str, row: str) -> bool:
-  return fnmatch.fnmatchcase(label, row) if "*" in row else label.endswith(row)
-
-
-def _ends(values: list[str]) -> Figure:
-  """The least to the largest of some cells, and how many were divided by what was not steady."""
-  held = sorted((x for x in values if x[0] != "–"), key=lambda x: float(x.strip("*").split()[0]))
-  if not held:
-    raise ValueError(f"cells: found {values}, expected a figure among them")
-  wide = sum(x.startswith("– (") for x in values)
-  text = " to ".join(dict.fromkeys((held[0], held[-1])))
-  left = f" ({wide} of {len(held) + wide} left out, not steady)" if wide else ""
-  return Figure(text + left, records.of(*held))

@@ -3,7 +3,7 @@
 import re
 
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, longer, median, over_bytes, own, said, say
+from scripts.tools.tablemakers.cells import faster, figure, longer, median, over_bytes, own, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, Case, Results
 
@@ -31,14 +31,14 @@ steps = cells.cases(
   ("a step", own()),
   ("full cache, or copies", median(BESIDE)),
   ("times as fast", faster("kvjax", BESIDE)),
-  ("of what bytes allow", said(r"([\d.]+) of what the bytes allow", "{:.3f}", BESIDE)),
-  ("bytes allow", said(r"of what the bytes allow \(([\d.]+) ×")),
+  ("of what bytes allow", figure("of what bytes allow", "{:.3f}", BESIDE)),
+  ("bytes allow", figure("bytes allow")),
 )
 
 
 def launches(results: Results) -> Part:
   """The parts of a layer's step: the sum of its launches, and each of them in order."""
-  study, rows = results.study(f"{GPU}/launches.json", "cold caches, no CUDA graph"), []
+  study, rows = results.study(f"{GPU}/launches.json"), []
   for layer, found in study["layers"].items():
     parts = [say(f"{name.partition('__')[0]} {{:.1f}}", us) for name, us in found]
     rows.append([layer, sum(us for _, us in found), cells.listed(parts)])
@@ -56,11 +56,11 @@ def _bandwidth(case: Case) -> str:
 cpe = cells.cases(
   "cpe",
   "keys$",
-  ("tokens a head", said(r"([\d.]+) tokens a head at a budget", "{:.0f}")),
+  ("tokens a head", figure("tokens a head", "{:.0f}")),
   ("CPE", own()),
   ("dense", median("dense decode")),
   ("times as fast", faster("kvjax", "dense decode")),
-  ("of the limit by bytes", said(r"([\d.]+) of the limit by bytes", reference="dense decode")),
+  ("of the limit by bytes", figure("of the limit by bytes", reference="dense decode")),
   ("torch flash SDPA", median("torch flash")),
   ("times as fast as flash", faster("kvjax", "torch flash")),
 )
@@ -101,7 +101,6 @@ per_head = cells.cases(
 
 # ---- LongFlow
 
-RATE = r": batch (\d+), ([\d,]+) tokens a second, ([\d.]+) of its byte limit"
 # A layer's step.
 longflow = cells.cases(
   "longflow",
@@ -116,15 +115,14 @@ longflow = cells.cases(
 
 def answers(results: Results) -> Part:
   """Long answers at the batch that fills the memory."""
-  case = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"]
-  sizes = case.numbers(r"Cache of a row ([\d.]+) MiB against ([\d.]+)")
-  rows = []
-  for name, size in zip(("LongFlow", "Full"), sizes, strict=True):
-    batch, rate, share = case.remark(f"^{name}{RATE}")
-    rows.append([name, batch, say("**{}**", rate), share.number, size])
+  ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"], []
+  for name in ("LongFlow", "Full"):
+    names = ("batch", "tokens a second", "of its byte limit", "MiB of a row")
+    batch, rate, *rest = (ours.figures[f"{name}, {each}"] for each in names)
+    rows.append([name, batch, say("**{:,.0f}**", rate), *rest])
   for peer in results.cases("longflow", "transformers$"):
-    batch, rate = peer.remark(r"batch (\d+), ([\d,]+) tokens a second over the answer")
     how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)
-    rows.append([f"transformers, {how}", batch, rate, None, None])
-  head = ["", "batch", "tokens a second", ("of its byte limit", "{:.2f}")]
+    rate = say("{:,.0f}", peer.figures["tokens a second"])
+    rows.append([f"transformers, {how}", peer.figures["batch"], rate, None, None])
+  head = ["", ("batch", "{:.0f}"), "tokens a second", ("of its byte limit", "{:.2f}")]
   return cells.table([*head, ("cache of a row", "{:,.0f} MiB")], rows)

@@ -13,7 +13,7 @@ from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.records import Number, Part
 from scripts.tools.tablemakers.results import GPU, Results
 from scripts.tools.tablemakers.scored import View, called
-from scripts.tools.tablemakers.timings import Timing, ends, over
+from scripts.tools.tablemakers.timings import Timing, over
 
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
@@ -140,7 +140,7 @@ def _classes(view: View, boards: list[Board]) -> list[tuple[str, list[Standing]]
 def _tokens(attended: Iterable[int | None]) -> str:
   """Tokens that some methods attend to; those that were not seen have none."""
   seen = [tokens for tokens in attended if tokens]
-  return ends(seen, "{:,}") if seen else "not seen"
+  return cells.span(seen, "{:,}") if seen else "not seen"
 
 
 def end_to_end(results: Results) -> Part:

@@ -1,6 +1,6 @@
 """Values that know where they come from: no table or sentence takes one that does not.
 
-A `Record` is a place in a kept file, with all that a reader needs to judge what stands there.
+A `Record` is a place in a kept file, which says there how the figure was made.
 Numbers and texts read from a file carry theirs; what is made of them carries those of them all. A
 plain float has none, and is refused.
 """
@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-NOTHING = "nothing"  # was fitted
 # A number that stands by itself: not in a name (B8, T32K, Qwen2.5, 8B), nor quoted as code.
 _NUMBER = re.compile(r"(?<![\w.,‑-])[+−-]?\d[\d.,]*(?![\d.]*[BK]\b)")
 _QUOTED = re.compile(
@@ -18,13 +17,12 @@ _QUOTED = re.compile(
   r"\b(?:Tab|Fig|Eq|App|Lemma|Theorem|Assumption)\w*\.? \w+(?: and \d\w*)?"
 )
 
-Value = str | int | None
-Place = tuple[str | int, ...] | tuple[tuple[str, Value], ...]
+Place = tuple[str | int, ...] | tuple[tuple[str, str | int | None], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """The place of a figure, and what it was measured on.
+  """The place of a figure, what it was measured on, and how often.
 
   Attributes:
     file: the kept file, below scripts/results.
@@ -32,8 +30,6 @@ class Record:
       names and values that its rows have in common.
     card: the device's name, "CPU" for processors.
     n: repetitions, prompts, walks or texts behind it, at least one.
-    setting: shape, budget, thresholds: what decides it.
-    fitted: what of the setting was fitted, and on what; `NOTHING`.
     samples: prompts, where methods are compared by prompt.
   """
 
@@ -41,12 +37,10 @@ class Record:
   place: Place
   card: str
   n: int
-  setting: str
-  fitted: str = NOTHING
   samples: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
 
   def __post_init__(self) -> None:
-    for name in ("file", "place", "card", "setting", "fitted"):
+    for name in ("file", "place", "card"):
       if not getattr(self, name):
         raise ValueError(f"{self.file}: found no {name} of a figure, expected it to be said")
     if self.n < 1:
@@ -96,26 +90,19 @@ class Figure(str):
     made.records = tuple(records)
     return made
 
-  @property
-  def number(self) -> Number:
-    """The number that it is."""
-    return Number(float(self.replace(",", "")), *self.records)
-
 
 class Part(list[str]):
-  """Lines of a document, with the figures in them.
+  """Lines of a document, with what stands in them.
 
   Attributes:
+    rows: of a table, each row's labels as one text, and its cells behind them by their columns.
     figures: in the order of the lines.
-    head: of a table, the columns behind the labels.
-    rows: of a table, each row's labels as one text and its cells behind them.
   """
 
-  def __init__(self, lines: Iterable[str] = (), figures: Iterable[Figure] = ()):
+  def __init__(self, lines: Iterable[str] = ()):
     super().__init__(lines)
-    self.figures = list(figures)
-    self.head: list[str] = []
-    self.rows: list[tuple[str, list[str]]] = []
+    self.rows: list[tuple[str, dict[str, str]]] = []
+    self.figures: list[Figure] = []
 
 
 def of(*sources: Any) -> Records:

@@ -9,15 +9,10 @@ from kvjax.programs.evals.costs import Cost, Point
 from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import cells, records
-from scripts.tools.tablemakers.records import NOTHING, Figure, Number, Record
-from scripts.tools.tablemakers.results import Named, Results, source, sourced
-from scripts.tools.tablemakers.timings import Timing, ends
+from scripts.tools.tablemakers.records import Figure, Number, Record
+from scripts.tools.tablemakers.results import Named, Results, sourced
+from scripts.tools.tablemakers.timings import Timing
 
-# What is fitted to data, where rows do not say it themselves.
-FITTED = {
-  "prr": "α, β, γ: on each prompt's own last tokens",
-  "double_sparsity": "channels: on each prompt itself",
-}
 Cell = tuple[str, int, str, int | None]  # task, length, method, budget
 Row = Callable[[Standing], Sequence[Any]]  # the cells of a method
 
@@ -43,10 +38,8 @@ class View:
   def _record(self, one: Standing, task: str) -> Record:
     place = (("task", task), ("length", self.whole.length), ("mode", self.whole.mode))
     place += (("method", one.method), ("budget", one.budget))
-    fitted = one.fitted or FITTED.get(one.method.split(":")[0], NOTHING)
-    setting = f"{one.settings}, {self.whole.length} tokens, {self.whole.mode}"
     prompts = one.prompts[task]
-    return Record(self.file, place, self.device, len(prompts), setting, fitted, prompts)
+    return Record(self.file, place, self.device, len(prompts), prompts)
 
   def score(self, one: Standing, task: str, form: str = ".0f") -> str | None:
     """Percent in a task, with its interval; None where it was not asked."""
@@ -75,7 +68,7 @@ class View:
     """Prompts of each task, the least to the most."""
     there = [task for task in tasks if task in one.prompts]
     counts = (len(one.prompts[task]) for task in there)
-    return Figure(ends(counts, "{}"), self.records(one, *there))
+    return Figure(cells.span(counts, "{}"), self.records(one, *there))
 
   def shown(self, one: Standing, tasks: Sequence[str]) -> dict[str, Any]:
     """Scores in tasks, their mean, what that is less than the full cache's, and divergence."""
@@ -124,14 +117,14 @@ def of_task(results: Results, folder: str, task: str) -> list[View]:
   return views(results, folder, lambda row: row["task"] == task)
 
 
-def summary(results: Results, path: str, model: str, card: str = "CPU") -> dict[Cell, Named]:
+def summary(results: Results, path: str, card: str = "CPU") -> dict[Cell, Named]:
   """Cells of a file of means, of compression that has seen the question."""
   found: dict[Cell, Named] = {}
   for i, held in enumerate(results.json(path)):
     if held["mode"] == "aware":
-      about = source(path, card, held["score"]["n"], f"{model}, {held['method']}")
+      whole = Record(path, ("all",), card, held["score"]["n"])
       cell = (held["task"], held["length"], held["method"], held["budget"])
-      found[cell] = sourced(held, about, i)
+      found[cell] = sourced(held, whole, i)
   return found
 
 
@@ -154,7 +147,5 @@ def timed(cost: Cost, folder: str, device: str) -> Timing:
   """A step of a method, with its line of speed.jsonl."""
   names = ("method", "budget", "length", "batch")
   place = tuple((name, getattr(cost, name)) for name in names)
-  setting = f"{cost.settings}, {cost.length} tokens, batch {cost.batch}"
-  fitted = FITTED.get(cost.method.split(":")[0], NOTHING)
-  record = Record(f"{folder}/speed.jsonl", place, device, cost.times, setting, fitted)
+  record = Record(f"{folder}/speed.jsonl", place, device, cost.times)
   return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)

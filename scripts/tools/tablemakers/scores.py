@@ -91,7 +91,7 @@ def smollm2(results: Results) -> Part:
   asked.
   """
   settings = results.json(SETTINGS)
-  held = summary(results, SUMMARY, settings["model"], settings["device"])
+  held = summary(results, SUMMARY, settings["device"])
 
   def mean(tasks: Sequence[str], length: int, who: tuple[str, int | None]) -> Number | None:
     found = [held.get((task, length, *who)) for task in tasks]

@@ -1,9 +1,7 @@
 """Times of dense decode, steps and prompts, on one device and on several, beside bounds."""
 
-import re
-
 from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, longer, median, over_bytes, own, said, say
+from scripts.tools.tablemakers.cells import faster, figure, longer, median, over_bytes, own, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, H100, Case, Results
 from scripts.tools.tablemakers.timings import Timing, over
@@ -53,24 +51,23 @@ batcher = cells.cases(
   ("live batch", own("Batcher")),
   ("batches that wait", median("waiting")),
   ("live over waiting", longer("Batcher", "waiting")),
-  ("tokens a second over a full batch's", said(r"([\d.]+) of the tokens")),
+  ("tokens a second over a full batch's", figure("of a full batch")),
   card=H100,
 )
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
-cuts = cells.cases("cuts", "", ("over the fastest cut", said(r"([\d.]+) × the fastest")), card=H100)
+cuts = cells.cases("cuts", "", ("over the fastest cut", figure("over the fastest")), card=H100)
 
 
 # ---- whole steps
 
 
-OVER = r"([\d.]+) × \(%s products \+ KV bytes"
 # A token's time over matrix products and the bytes of keys and values, and beside peers.
 steps = cells.cases(
   None,
   "",
   ("kvjax, a token", own()),
-  ("over XLA's products + KV", said(OVER % "XLA's", "{:.3f}", "products (XLA)")),
-  ("over ours + KV", said(OVER % "our", "{:.3f}", "products")),
+  ("over XLA's products + KV", figure("over XLA's products + KV", "{:.3f}", "products (XLA)")),
+  ("over ours + KV", figure("over our products + KV", "{:.3f}", "products")),
   ("over all bytes", over_bytes()),
   ("PyTorch, compiled, CUDA graph", median("torch, CUDA graph")),
   ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
@@ -92,14 +89,14 @@ generate = cells.cases(
 
 # ---- prompts
 
-# What remarks say of a contender, by the head of its column.
-REMARKS = {
-  ("TFLOP/s", "{:.0f}"): r"(\d+) TFLOP/s",
-  ("less work", "{:.1%}"): r"work falls by ([\d.]+)",
-  ("less time", "{:.1%}"): r"time by (-?[\d.]+)",
-  ("caches", "{:.2f} GB"): r"caches ([\d.]+) GB",
-  ("temporary", "{:.1f} GB"): r"temporary ([\d.]+) GB",
-  ("of it, of 30 of the layers", "{:.1f} GB"): r"\+([\d.]+) GB come",
+# Figures of contenders, and their forms.
+FIGURES = {
+  "TFLOP/s": "{:.0f}",
+  "less work": "{:.1%}",
+  "less time": "{:.1%}",
+  "caches": "{:.2f} GB",
+  "temporary": "{:.1f} GB",
+  "of it, of 30 of the layers": "{:.1f} GB",
 }
 
 
@@ -108,18 +105,17 @@ def prompts(results: Results, name: str) -> Part:
   case = results.bench("prefill")[name]
   names = list(filter(case.has, case.rows))
   reference = "Full" if "Full" in names else names[0]
-  texts = " ".join(case.held["remarks"])
-  said = {head: form for head, form in REMARKS.items() if re.search(form, texts)}
+  said = {x: form for x, form in FIGURES.items() if any(y.endswith(x) for y in case.figures)}
   rows = [
     [
       contender,
       own(contender)(case),
       longer(contender, reference)(case),
-      *(case.maybe(f"^{contender}: .*?{form}") for form in said.values()),
+      *(case.figures.get(f"{contender}, {each}") for each in said),
     ]
     for contender in names
   ]
-  return cells.table((name, "time", f"over {reference}", *said), rows)
+  return cells.table((name, "time", f"over {reference}", *said.items()), rows)
 
 
 pieces = cells.cases(
@@ -128,7 +124,7 @@ pieces = cells.cases(
   ("in pieces", own()),
   ("dense", median("dense")),
   ("against dense", longer("kvjax", "dense")),
-  ("of what queries see there", said(r"queries see ([\d.]+) of what they see in a dense layer")),
+  ("of what queries see there", figure("visible")),
 )
 
 

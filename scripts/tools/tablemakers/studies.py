@@ -11,9 +11,7 @@ from scripts.tools.tablemakers.results import Named, Results
 
 def _study(results: Results, path: str) -> Named:
   held = results.json(path)
-  model = held["about"].get("model", "Qwen2.5-Coder-1.5B-Instruct")
-  texts = held.get("texts") or held["starts"]
-  return results.study(path, f"{model}; {held['n']}", n=len(texts))
+  return results.study(path, len(held.get("texts") or held["starts"]))
 
 
 # ---- selections that are shared
@@ -75,7 +73,7 @@ def codes(results: Results, folder: str) -> Part:
   """Divergence from the full cache and needles found; the same with keys rounded as they are."""
   files = (results.folder / folder / f"{name}.json" for name in ("summary", "without_mean"))
   summary, *without = (
-    scored.summary(results, path.relative_to(results.folder).as_posix(), folder)
+    scored.summary(results, path.relative_to(results.folder).as_posix())
     for path in files
     if path.is_file()
   )

@@ -6,7 +6,6 @@ after it where they are as wide.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvjax.kernels.common.devices import device
@@ -106,9 +105,3 @@ def gain(mine: Timing, reference: Timing) -> Ratio:
 def _divided(top: Timing, bottom: Timing) -> Number:
   records.alike((record,) for record in records.of(top, bottom))
   return top.us / bottom.us
-
-
-def ends(values: Iterable[float], form: str, between: str = " to ") -> str:
-  """From the least to the largest of some values; one where they read alike."""
-  listed = sorted(values)
-  return between.join(dict.fromkeys(form.format(value) for value in (listed[0], listed[-1])))

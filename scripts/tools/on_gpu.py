@@ -19,7 +19,6 @@ Afterwards
 Steps of published data sets need $KVJAX_DATA, and KVJAX_RUN_CODE=1 where a model's code is run.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -29,6 +28,9 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Annotated, Literal
+
+import tyro
 
 from kvjax.models.io import convert
 from kvjax.programs import common
@@ -402,40 +404,28 @@ def present() -> int:
   return max(len(list(pathlib.Path("/dev").glob("nvidia[0-9]*"))), 1)
 
 
-def main(argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m scripts.tools.on_gpu",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    epilog="steps:\n"
-    + "\n".join(
-      f"  {name:22} {step.limit:4} s at most" + f", {step.gpus} GPUs" * (step.gpus > 1)
-      for name, step in STEPS.items()
-    ),
-  )
-  parser.add_argument(
-    "--out", type=pathlib.Path, required=True, metavar="FOLDER", help="logs and results"
-  )
-  parser.add_argument(
-    "--only", nargs="+", choices=STEPS, metavar="STEP", help="these steps, in this order"
-  )
-  parser.add_argument(
-    "--minutes", type=float, default=60, metavar="M", help="all has to have ended by then (60)"
-  )
-  parser.add_argument(
-    "--checkpoint",
-    type=pathlib.Path,
-    metavar="FOLDER",
-    help="a converted model with a long context, for the steps real_* and speed_*",
-  )
-  options = parser.parse_args(argv)
-  if options.checkpoint is not None and not convert.is_checkpoint(options.checkpoint):
-    parser.error(f"--checkpoint: found no checkpoint in {options.checkpoint}")
-  out = options.out.resolve()
+@dataclasses.dataclass(frozen=True)
+class Args:
+  """Runs what only a GPU can show."""
+
+  out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
+  """Logs and results."""
+  only: Annotated[tuple[Literal[tuple(STEPS)], ...], tyro.conf.arg(metavar="STEP ...")] = ()  # type: ignore[valid-type]
+  """These steps, in this order."""
+  minutes: float = 60
+  """All has to have ended by then."""
+  checkpoint: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """A converted model with a long context, for the steps real_* and speed_*."""
+
+
+def main(args: Args) -> int:
+  if args.checkpoint is not None and not convert.is_checkpoint(args.checkpoint):
+    raise ValueError(f"--checkpoint: found no checkpoint in {args.checkpoint}")
+  out = args.out.resolve()
   out.mkdir(parents=True, exist_ok=True)
-  checkpoint = options.checkpoint and options.checkpoint.resolve()
-  end, left = time.monotonic() + 60 * options.minutes, 0
-  for name in options.only or STEPS:
+  checkpoint = args.checkpoint and args.checkpoint.resolve()
+  end, left = time.monotonic() + 60 * args.minutes, 0
+  for name in args.only or STEPS:
     step, mark = STEPS[name], out / f"{name}.done"
     if mark.exists():
       continue
@@ -451,6 +441,11 @@ def main(argv: list[str] | None = None) -> int:
   return int(left > 0)
 
 
+_SAID = (
+  f"    {name:22} {step.limit:4} s at most" + f", {step.gpus} GPUs" * (step.gpus > 1)
+  for name, step in STEPS.items()
+)
+__doc__ = "\n".join([str(__doc__), "Steps:\n", *_SAID])
+
 if __name__ == "__main__":
-  with common.one_line_errors():
-    sys.exit(main())
+  common.run(main, Args)

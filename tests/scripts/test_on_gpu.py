@@ -22,7 +22,7 @@ def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
   others = {"endless": endless, "wide": wide, "real": real}
   monkeypatch.setattr(on_gpu, "STEPS", {**steps, **others})
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-  assert on_gpu.main(["--out", str(tmp_path)]) == 1
+  assert on_gpu.main(on_gpu.Args(tmp_path)) == 1
   said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
   assert said["well"].startswith("done") and said["ill"].startswith("exit status")
   assert said["endless"].startswith("stopped at its limit of 2 s")
@@ -30,9 +30,9 @@ def test_steps_on_a_gpu_are_apart_and_go_on(tmp_path, monkeypatch, capsys):
   assert said["real"].startswith("needs --checkpoint: left out")
   assert "none" in (tmp_path / "ill.log").read_text()
   (tmp_path / "none").write_text("{}")
-  assert on_gpu.main(["--out", str(tmp_path), "--only", "well", "ill"]) == 0
+  assert on_gpu.main(on_gpu.Args(tmp_path, ("well", "ill"))) == 0
   assert "well" not in capsys.readouterr().out
-  assert on_gpu.main(["--out", str(tmp_path), "--minutes", "0"]) == 1
+  assert on_gpu.main(on_gpu.Args(tmp_path, minutes=0)) == 1
   assert "endless: 0 s left, expected 2: not started" in capsys.readouterr().out
 
 
@@ -52,7 +52,7 @@ def test_an_interrupt_ends_the_step(tmp_path, monkeypatch):
   try:
     threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-      on_gpu.main(["--out", str(tmp_path)])
+      on_gpu.main(on_gpu.Args(tmp_path))
   finally:
     signal.signal(signal.SIGINT, before)
   (only,) = begun

@@ -26,6 +26,7 @@ class Stream:
 
   @classmethod
   def random(cls, seed, batch=2, kv_heads=3, groups=3, tokens=40, head_dim=16):
+    """Normal numbers of a seed, queries half as large again as keys."""
     rng = np.random.default_rng(seed)
     kv = (batch, kv_heads, tokens, head_dim)
     q = rng.normal(size=(batch, kv_heads, groups, tokens, head_dim))
@@ -39,6 +40,7 @@ class Stream:
     return dataclasses.replace(self, **{which: x})
 
   def spec(self, capacity, layers=4, dtype=jnp.float32):
+    """The sizes of caches with room for `capacity` of its tokens."""
     batch, kv_heads, groups, _, head_dim = self.q.shape
     return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
 

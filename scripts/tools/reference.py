@@ -52,7 +52,8 @@ class Topic:
   Attributes:
     title: its heading.
     about: what it is for.
-    within: packages and modules whose names it has; the first topic that has one takes it.
+    within: packages and modules whose names it has; the first topic that has one takes it, and the
+      one without any the rest.
   """
 
   title: str
@@ -80,7 +81,7 @@ TOPICS = {
   ),
   "evaluation": Topic("Evaluation", "What a method drops, and bounds of it.", ("kvjax.analysis",)),
   "laws": Topic("Laws", "Property tests for a method of your own.", ("kvjax.testing",)),
-  "your_own_method": Topic("Your own method", "What moves are given and return.", ("kvjax",)),
+  "your_own_method": Topic("Your own method", "What moves are given and return.", ()),
 }
 
 
@@ -100,22 +101,18 @@ CONTROLS = ("full", "random", "topk_oracle")  # no paper's
 
 
 def public() -> Iterator[tuple[str, Any, type | None]]:
-  """Public classes and functions of MODULES and what is in them: name, value, class around it."""
-  told = set()
-  for name in ("kvjax", *MODULES):
-    module = importlib.import_module(name)
-    for each in getattr(module, "__all__", None) or [x for x in vars(module) if x[0] != "_"]:
-      value = getattr(module, each)
-      own = name == "kvjax" or getattr(value, "__module__", None) == name
-      if not own or id(value) in told or not (inspect.isclass(value) or inspect.isfunction(value)):
-        continue
-      told.add(id(value))
-      yield f"{name}.{each}", value, None
-      for inner in vars(value) if inspect.isclass(value) else ():
-        one = vars(value)[inner]
-        one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
-        if inner[0] != "_" and inspect.isfunction(one):
-          yield f"{name}.{each}.{inner}", one, value
+  """Classes and functions of the pages and what is in them: name, value, class around it."""
+  pages = named().values()
+  told = {
+    f"{where}.{x}": y for page in pages for where, names in page.items() for x, y in names.items()
+  }
+  for name, value in told.items():
+    if inspect.isclass(value) or inspect.isfunction(value):
+      yield name, value, None
+    for inner, one in vars(value).items() if inspect.isclass(value) else ():
+      one = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+      if inner[0] != "_" and inspect.isfunction(one):
+        yield f"{name}.{inner}", one, value
 
 
 def untold() -> list[str]:
@@ -177,7 +174,7 @@ def named() -> dict[str, dict[str, dict[str, Any]]]:
       own = getattr(value, "__all__", None) or [x for x in vars(value) if x[0] != "_"]
       names += [x for x in own if _within(getattr(getattr(value, x), "__module__", ""), [module])]
     found = {name: getattr(value, name, None) for name in dict.fromkeys(names)}
-    topic = next(name for name, each in TOPICS.items() if _within(module, each.within))
+    topic = next(name for name, each in TOPICS.items() if _within(module, each.within or (module,)))
     for name, x in found.items():
       if callable(x):
         public = _public.MODULES.get(name) == module

@@ -19,7 +19,6 @@ from typing import Annotated
 from kvjax.programs import common
 from scripts.tools import markers, tablemakers
 from scripts.tools.tablemakers import Results, house
-from scripts.tools.tablemakers import results as files
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FROM_TESTS = {"integrations"}  # parts that scripts.tools.support_table writes
@@ -31,8 +30,6 @@ class Args:
 
   check: bool = False
   """Writes nothing: shows what differs, with exit status 1 if anything does."""
-  results: Annotated[pathlib.Path, common.optional("FOLDER")] = files.FOLDER
-  """Folder of the result files; by default scripts/results."""
   documents: Annotated[pathlib.Path, common.optional("FOLDER")] = ROOT
   """Folder of README.md and scripts/results; by default this checkout."""
 
@@ -76,7 +73,7 @@ def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tupl
 
 def main(args: Args) -> None:
   different = False
-  for path, (old, new) in documents(args.documents, Results(args.results)).items():
+  for path, (old, new) in documents(args.documents, Results()).items():
     if old == new:
       continue
     different = True

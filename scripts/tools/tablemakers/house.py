@@ -7,6 +7,7 @@ import functools
 import glob
 import itertools
 import pathlib
+import re
 import types
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -20,21 +21,8 @@ from scripts.tools.tablemakers.results import Results
 
 CODE = pathlib.Path(kvjax.__file__).resolve().parent
 # Folders from the top down: each imports those below it, and none above.
-ROOMS = {
-  "programs": "commands of `kvjax`",
-  "testing": "laws for any method",
-  "models.decode": "prompts, generation",
-  "models.io": "checkpoints, tokenizers",
-  "models.nn": "the decoder",
-  "analysis": "certificates, bytes moved",
-  "runtime": "front door, devices, memory, forks",
-  "methods": "one paper, one file or folder",
-  "families": "a method's moves, and what several share",
-  "ops": "references of operations, and which implementation runs",
-  "kernels": "Pallas, through Triton",
-  "core": "caches, plans, where a move runs",
-  "primitives": "arithmetic on arrays",
-}
+ROOMS = ("programs", "testing", "models.decode", "models.io", "models.nn", "analysis", "runtime")
+ROOMS += ("methods", "families", "ops", "kernels", "core", "primitives")
 
 
 def room_of(module: str) -> str | None:
@@ -93,11 +81,17 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 def rooms(results: Results) -> Part:
   """A graph for Mermaid of the folders; an arrow that others make in steps is left out."""
   found = doors()
-  lines = [f'  {room.replace(".", "_")}["{room}<br/>{what}"]' for room, what in ROOMS.items()]
+  lines = [f'  {room.replace(".", "_")}["{room}<br/>{_about(room)}"]' for room in ROOMS]
   for a, b in itertools.product(ROOMS, repeat=2):
     if (a, b) in found and not any((a, c) in found and (c, b) in found for c in ROOMS):
       lines.append(f"  {a} --> {b}".replace(".", "_"))
   return Part(["", "```mermaid", "graph TD", *lines, "```"])
+
+
+def _about(room: str) -> str:
+  """What a folder says of itself, up to the first mark."""
+  source = (CODE / room.replace(".", "/") / "__init__.py").read_text("utf-8")
+  return re.split("[:;.]", ast.get_docstring(ast.parse(source)) or "")[0]
 
 
 def stub() -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from scipy.stats import binomtest
 
 from kvjax.programs.evals import stats
+from scripts.studies.needle_recall import mean_recall
 from scripts.tools.tablemakers import cells
 from scripts.tools.tablemakers.cells import longer, median, own, say
 from scripts.tools.tablemakers.records import Figure, Number, Part, Record
@@ -148,9 +148,7 @@ def _retrieved(
   answers = [found for found in answers if found["recall"]]  # one that failed has none
   if not answers:
     return [None, None, None]
-  steps = range(max(len(found["recall"]) for found in answers))
-  rows = [[a["recall"][i] for a in answers if len(a["recall"]) > i] for i in steps]
-  by_layer = np.mean([np.mean(row, 0) for row in rows], 0)
+  by_layer = mean_recall(answers).mean(0)
   best = Figure(f"{by_layer.max():.2f} ({by_layer.argmax()})", (record,))
   # By chance: of as many blocks drawn from all that leave the window before the answer.
   gone = (about["length"] - 16 - about["init"] - about["window"]) // about["block"]

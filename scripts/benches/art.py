@@ -19,7 +19,7 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.methods.art.splits import Walked
 from kvjax.programs import suites
-from kvjax.programs.suites import Case, Contender, jax_contender
+from kvjax.programs.suites import Case, Contender, jax_contender, sparse
 from kvjax.programs.suites.decode import read_contender, reference, rotated, rotation
 from kvjax.testing.decode_cases import Shape
 
@@ -106,23 +106,11 @@ def dense_case(name: str, shape: Shape, quick: bool) -> Case:
 def sparse_case(name: str, shape: Shape, unit: int, budget: int, quick: bool) -> Case:
   """A table of `budget` slots of every KV head, without an end, against our sparse decode."""
   arrays, calls = rotated(shape, quick)
-  rows, width = (shape.batch, shape.kv_heads), budget // unit
-  rng = np.random.default_rng(0)
-  inputs = []
-  for q, k, v, start, stop in arrays:
-    drawn = [rng.permutation(shape.slots // unit)[:width] for _ in range(rows[0] * rows[1])]
-    table = jnp.asarray(np.reshape(drawn, (*rows, width)), jnp.int32)
-    inputs.append((q, k, v, table, jnp.full(rows, width, jnp.int32), start, stop))
+  plans = [sparse.plan(i, x[1], shape.groups, unit, budget) for i, x in enumerate(arrays)]
+  inputs = [(q, *x[1:3], *rest) for x, (q, *rest) in zip(arrays, plans, strict=True)]
   decode, walk = (functools.partial(run, unit=unit) for run in (sparse_decode, art.walk))
   peer = jax_contender("sparse decode", decode, inputs, output=_out, calls=calls)
-
-  def want() -> np.ndarray:
-    q, k, v, table, *_ = inputs[0]
-    slot = (table[..., None] * unit + jnp.arange(unit)).reshape(*rows, -1, 1)
-    k, v = (jnp.take_along_axis(x, slot, 2) for x in (k, v))
-    bounds = jnp.zeros(rows, jnp.int32), jnp.full(rows, k.shape[2], jnp.int32)
-    return reference(q, k, v, *bounds)
-
+  want = functools.partial(sparse.reference, *inputs[0], unit=unit)
   listed = dataclasses.replace(shape, slots=budget)
   return _overhead_case(name, listed, inputs, calls, walk, peer, want, quick)
 

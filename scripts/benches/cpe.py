@@ -13,7 +13,8 @@ import kvjax
 from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.programs import suites
-from kvjax.programs.suites import Case, Contender, jax_contender, looped_contender, optional
+from kvjax.programs.suites import Case, Contender, jax_contender, looped_contender, optional, sparse
+from kvjax.testing.decode_cases import Shape
 from scripts.benches._layer import holding, projected, step_of
 
 BLOCK = 16  # s, steps that share
@@ -86,21 +87,18 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
   """Attention alone over as many single tokens as a step lists: apart, in runs of 8, in a row."""
   heads, head_dim, dtype = (3, 32, jnp.float32) if quick else (32, 128, jnp.bfloat16)
   count = tokens * 3 // 16  # what steps over random keys list at an eighth of the tokens
-  shape = batch, heads, tokens, head_dim
-  full = jnp.full(shape[:2], count, jnp.int32)
+  full = jnp.full((batch, heads), count, jnp.int32)
   ends = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), tokens, jnp.int32)
 
   def drawn(seed: int, run: int) -> jax.Array:
     """Runs of slots by position [B, K, W], each head its own."""
-    order = jnp.argsort(jax.random.uniform(jax.random.key(seed), (*shape[:2], tokens // run)), -1)
+    order = jnp.argsort(jax.random.uniform(jax.random.key(seed), (batch, heads, tokens // run)), -1)
     first = run * jnp.sort(order[..., : count // run], -1)
-    return (first[..., None] + jnp.arange(run)).reshape(*shape[:2], -1).astype(jnp.int32)
+    return (first[..., None] + jnp.arange(run)).reshape(batch, heads, -1).astype(jnp.int32)
 
   def turn(seed: int, run: int) -> tuple[Any, ...]:
-    q, k, v = (
-      jax.random.normal(key, shape, dtype) for key in jax.random.split(jax.random.key(seed), 3)
-    )
-    return q[:, :, :1], k, v, drawn(seed, run), full, *ends
+    q, k, v, *_ = Shape(batch, heads, 1, tokens, head_dim, jnp.dtype(dtype).name).arrays(seed)
+    return q, k, v, drawn(seed, run), full, *ends
 
   def dense(q: Any, k: Any, v: Any) -> Any:
     return decode_attention(q, k, v, ends[0], jnp.full_like(ends[0], count))
@@ -121,19 +119,11 @@ def listed(name: str, batch: int, tokens: int, quick: bool) -> Case:
     name=name,
     shapes=f"{batch} rows × {heads} heads, {count} of {tokens} tokens of {head_dim}",
     bytes=moved,
-    reference=lambda: _over(*first[:4]),
+    reference=lambda: sparse.reference(*first, unit=1),
     tolerance=1e-5 if quick else 1e-2,
     contenders=contenders,
     subject="apart",
   )
-
-
-@jax.jit
-def _over(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
-  """Softmax attention over the listed slots, in float32."""
-  k, v = (jnp.take_along_axis(x, table[..., None], 2).astype(jnp.float32) for x in (k, v))
-  logits = jnp.einsum("bkgh,bkwh->bkgw", q.astype(jnp.float32), k) * q.shape[-1] ** -0.5
-  return jnp.einsum("bkgw,bkwh->bkgh", jax.nn.softmax(logits, -1), v)
 
 
 def looped(

@@ -13,7 +13,7 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import shared_slots
 from kvjax.programs.suites import Case, jax_contender, suite
-from kvjax.programs.suites.decode import rotated
+from kvjax.programs.suites.decode import reference, rotated
 from kvjax.testing.decode_cases import Shape
 from scripts.benches import e2e_sparse
 from scripts.benches._layer import holding
@@ -74,14 +74,9 @@ def kernel_case(title: str, shape: Shape, quick: bool) -> Case:
 
 
 def by_head(q: Any, k: Any, v: Any, start: Any, stop: Any) -> np.ndarray:
-  """Each head's attention by itself, float32 [B, K, G, H]."""
-  out = np.zeros(q.shape, np.float32)
-  for b, h in np.ndindex(*q.shape[:2]):
-    own = slice(int(start[b, h]), int(stop[b, h]))
-    query, keys, values = (x.astype(jnp.float32) for x in (q[b, h], k[b, 0, own], v[b, 0, own]))
-    x = jnp.matmul(query, keys.T, precision="highest") * q.shape[-1] ** -0.5
-    out[b, h] = jnp.matmul(jax.nn.softmax(x, -1), values, precision="highest")
-  return out
+  """Each head's attention over its own part of the shared slots, float32 [B, K, G, H]."""
+  k, v = (jnp.broadcast_to(x, (*q.shape[:2], *x.shape[2:])) for x in (k, v))
+  return reference(q, k, v, start, stop)
 
 
 def step_case(title: str, name: str, batch: int, budget: int, quick: bool) -> Case:

@@ -21,6 +21,7 @@ from kvjax.models.nn import parallel
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, clocked, e2e, jax_contender, together
+from kvjax.programs.suites.decode import reference
 from kvjax.runtime import sharding
 
 DEVICES = (2, 4)
@@ -386,23 +387,13 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
   whole = jax_contender("1 device", functools.partial(attend, env), [(q, cache)], **kwargs)
   parts = jax_contender(f"{n} devices", run, [spread], **kwargs)
 
-  def reference() -> np.ndarray:
-    """In float32 by XLA, head by head."""
-
-    def head(qkv: Any) -> jax.Array:
-      q, k, v = (x.astype(jnp.float32) for x in qkv)
-      p = jax.nn.softmax(jnp.matmul(q, k.T, precision="highest") * size**-0.5, -1)
-      return jnp.matmul(p, v, precision="highest")
-
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, cache.slots["k"], cache.slots["v"])]
-    return np.asarray(jax.jit(lambda x: jax.lax.map(head, x))(flat)).reshape(q.shape)
-
+  ends = jnp.zeros((batch, 1), jnp.int32), jnp.full((batch, 1), tokens, jnp.int32)
   return Case(
     name=label,
     shapes=f"q [{batch}, {heads}, {groups}, {size}], {tokens // n} slots a device, "
     f"{jnp.dtype(dtype).name}",
     bytes=2 * cache.slots["k"].nbytes,
-    reference=reference,
+    reference=lambda: reference(q, cache.slots["k"], cache.slots["v"], *ends),
     tolerance=1e-2 if dtype == jnp.bfloat16 else 1e-4,
     contenders=(whole, parts),
     subject=parts.name,

@@ -14,12 +14,12 @@ import numpy as np
 import kvjax
 from kvjax.kernels.art import walk
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.decode.generate import split
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, suite, together
-from kvjax.programs.suites.e2e import drawn, seconds_of, shape, step_logits, stepping, weights
+from kvjax.programs.suites.e2e import drawn, shape, step_logits, weights
+from scripts.benches import e2e_sparse
+from scripts.benches.e2e_sparse import STEPS
 
-STEPS = 16  # decode steps per dispatch
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
 # Behind τ no output of values of usual size moves, and every output of `LOUD` ones does.
 TAU, LOUD = 16.0, 2.0**24
@@ -309,22 +309,12 @@ def timed(
   model: Transformer, method: kvjax.Method, batch: int, tokens: int, stopped: float = 1.0
 ) -> Any:
   """A function that gives the seconds of a step, in compiled programs of STEPS steps."""
-  graph, leaves = split(model)
-  token = jnp.zeros(batch, jnp.int32)
   impl = "auto" if jax.default_backend() == "gpu" else "reference"
   if isinstance(method, Held) and impl == "auto":
     impl = "pallas"  # "auto" leaves kernels alone that are declared `unrun`
-
-  run = stepping(graph, method, impl, STEPS)
-  key = jax.random.key(0)
-  fill = functools.partial(filled, model, method, batch, tokens, stopped)
-  make, shapes = jax.jit(fill).lower(key).compile(), jax.eval_shape(fill, key)
-  program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
-
-  def seconds() -> float:
-    return seconds_of(program, leaves, make(key), token, STEPS)
-
-  return seconds
+  fill = jax.jit(functools.partial(filled, model, method, batch, tokens, stopped))
+  made = functools.partial(fill, jax.random.key(0))
+  return e2e_sparse.timed(model, method, impl, batch, tokens, lambda *_: made())
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,6 +21,7 @@ Steps of published data sets need $KVJAX_DATA, and KVJAX_RUN_CODE=1 where a mode
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import shlex
@@ -132,22 +133,15 @@ AT = {
 TPOT = "full art art:tau=0.01 prr quest cpe longflow"
 
 
-def real(part: str, arguments: str) -> Step:
-  """A part of a real model's evaluation, in a folder of its own."""
-  how = f"--checkpoint {{checkpoint}} --out {{out}}/real/{part}"
-  return Step(f"kvjax.programs.evaluate {arguments} {how}", 540)
+def _part(program: str, folder: str, part: str, arguments: str, limit: int = 540) -> Step:
+  """A part of what a program makes of a real model, in a folder of its own."""
+  how = f"--checkpoint {{checkpoint}} --out {{out}}/{folder}/{part}"
+  return Step(f"kvjax.programs.{program} {arguments} {how}", limit)
 
 
-def published(part: str, arguments: str) -> Step:
-  """A part of what is compared with published figures, in a folder of its own."""
-  how = f"--checkpoint {{checkpoint}} --out {{out}}/published/{part}"
-  return Step(f"kvjax.programs.evaluate {arguments} {how}", 300)
-
-
-def speed(part: str, arguments: str) -> Step:
-  """Timings of a real model's steps, in a folder of their own."""
-  how = f"--checkpoint {{checkpoint}} --out {{out}}/speed/{part}"
-  return Step(f"kvjax.programs.speed {arguments} {how}", 540)
+real = functools.partial(_part, "evaluate", "real")
+published = functools.partial(_part, "evaluate", "published", limit=300)  # compared with figures
+speed = functools.partial(_part, "speed", "speed")
 
 
 def parts(length: str, tasks: str, more: str = "") -> dict[str, Step]:

@@ -45,7 +45,8 @@ def case(label: str, name: str, batch: int, tokens: int) -> Case:
     out, caches = generate(model, logits, caches, FULL, steps=NEW, stop=stop, **how)
     return out.tokens, caches
 
-  plain = run(_by_step(model, logits)).output()
+  own = _own(model, logits, words)
+  plain = run(own).output()
   never = sorted(set(range(model.config.vocab)) - set(plain.ravel().tolist()))[:2]
   end, short = _short(plain)
   streamed = {"tokenizer": words, "stop_strings": ["\0"], "on_text": lambda texts: None}
@@ -54,7 +55,7 @@ def case(label: str, name: str, batch: int, tokens: int) -> Case:
     "generate": (call, NEW),
     "generate, streamed": (functools.partial(call, stop=never, **streamed), NEW),
     "generate, chunk=1": (functools.partial(call, stop=never, chunk=1), NEW),
-    "own loop": (_own(model, logits, words), NEW),
+    "own loop": (own, NEW),
     "short answer": (functools.partial(call, stop=end, **streamed), short),
   }
   contenders = []
@@ -145,20 +146,6 @@ def _on_device(model: Transformer, logits: Any) -> Callable[..., tuple[Any, Any]
 def _step(graph: Any, leaves: Any, caches: Any, tokens: Any) -> Any:
   logits, caches = join(graph, leaves).decode(tokens, caches, FULL)
   return jnp.argmax(logits, -1), caches
-
-
-def _by_step(model: Transformer, logits: Any) -> Callable[..., tuple[Any, Any]]:
-  """One step after the other, each token on the host before the next step."""
-  graph, leaves = split(model)
-
-  def run(caches: Any) -> tuple[Any, Any]:
-    token, found = jnp.argmax(logits, -1), []
-    for _ in range(NEW):
-      found.append(np.asarray(token))
-      token, caches = _step(graph, leaves, caches, token)
-    return np.stack(found, 1), caches
-
-  return run
 
 
 def _own(model: Transformer, logits: Any, tokenizer: Tokenizer) -> Callable[..., tuple[Any, Any]]:

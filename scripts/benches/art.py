@@ -70,31 +70,6 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
 # ---- what the detector costs
 
 
-@dataclasses.dataclass
-class Paired:
-  """A contender that remembers its times, for ratios of interleaved runs."""
-
-  contender: Contender
-  times: list[float] = dataclasses.field(default_factory=list)
-
-  def recording(self) -> Contender:
-    def seconds() -> float:
-      self.times.append(self.contender.seconds())
-      return self.times[-1]
-
-    return dataclasses.replace(self.contender, seconds=seconds)
-
-
-def overhead(ours: Paired, theirs: Paired) -> list[float]:
-  """Percent, the median of the paired ratios less 1, and its interval of 95 % by a bootstrap.
-
-  Warm-ups are left out.
-  """
-  pairs = 100 * (np.asarray(ours.times[1:]) / np.asarray(theirs.times[1:]) - 1)
-  draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
-  return [np.median(pairs), *np.percentile(np.median(draws, 1), [2.5, 97.5])]
-
-
 def dense_case(name: str, shape: Shape, quick: bool) -> Case:
   """The whole cache, newest first, without an end, against our dense decode."""
   inputs, calls = rotated(shape, quick)
@@ -130,7 +105,7 @@ def _overhead_case(
   want: Callable[[], np.ndarray],
   quick: bool,
 ) -> Case:
-  ours, plain = (
+  walks = (
     jax_contender(
       label,
       functools.partial(walk, tile=TILE, patience=patience),
@@ -140,19 +115,15 @@ def _overhead_case(
     )
     for label, patience in (("ART, p = inf", math.inf), ("ART, not looking", None))
   )
-  other, mine, unasked = paired = [Paired(each) for each in (peer, ours, plain)]
   return Case(
     name=name,
     shapes=f"{shape.name} {shape.dtype}: every tile of {TILE} keys is read and looked at",
     bytes=shape.kv_bytes(),
     reference=want,
     tolerance=1e-5 if quick else 1e-2,
-    contenders=[*(each.recording() for each in paired), read_contender(inputs, shape, calls)],
+    contenders=[peer, *walks, read_contender(inputs, shape, calls)],
     subject="ART, p = inf",
-    figures=lambda _: {
-      "over decode, %": overhead(mine, other),
-      "over not looking, %": overhead(mine, unasked),
-    },
+    paired={"over decode, %": peer.name, "over not looking, %": "ART, not looking"},
   )
 
 
@@ -333,20 +304,18 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
   run = functools.partial(known.read, tail=TAIL, tile=tile, tau=limit, phi=limit, patience=5)
   read = int((shape.slots - np.asarray(first)).sum())
   each = 2 * shape.head_dim * jnp.dtype(shape.dtype).itemsize
-  ours = Paired(jax_contender("ART, known", run, inputs, output=_out, steps=_read, calls=calls))
-  dense = Paired(jax_contender("dense decode", decode_attention, arrays, calls=calls))
-  as_much = "dense decode of as much"
-  others = [
-    dense.recording(),
+  contenders = [
+    jax_contender("ART, known", run, inputs, output=_out, steps=_read, calls=calls),
+    jax_contender("dense decode", decode_attention, arrays, calls=calls),
     dataclasses.replace(read_contender(arrays, shape, calls), name=WHOLE),
   ]
   if share < 1:
-    others.append(jax_contender(as_much, decode_attention, nearer, calls=calls))
+    as_much = "dense decode of as much"
+    contenders.append(jax_contender(as_much, decode_attention, nearer, calls=calls))
 
-  def figures(seconds: dict[str, float]) -> dict[str, Any]:
+  def figures(seconds: dict[str, float]) -> dict[str, float]:
     part = read * each / shape.kv_bytes()
-    found = {"of the bytes": part, "over their read": seconds["ART, known"] / part / seconds[WHOLE]}
-    return found | ({"over decode, %": overhead(ours, dense)} if share == 1 else {})
+    return {"of the bytes": part, "over their read": seconds["ART, known"] / part / seconds[WHOLE]}
 
   return Case(
     name=name,
@@ -354,9 +323,10 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
     bytes=read * each,
     reference=functools.partial(reference, *nearer[0]),
     tolerance=1e-5 if quick else 1e-2,
-    contenders=[ours.recording(), *others],
+    contenders=contenders,
     subject="ART, known",
     figures=figures,
+    paired={"over decode, %": "dense decode"} if share == 1 else {},
     steps=lambda: np.asarray(length),
   )
 

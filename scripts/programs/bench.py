@@ -168,7 +168,10 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
       }
     results.append(row)
   medians = {name: statistics.median(values) for name, values in times.items()}
-  read, figures = medians.get("read"), case.figures(medians) if case.subject in medians else {}
+  read, mine = medians.get("read"), times.get(case.subject)
+  figures = case.figures(medians) if mine else {}
+  there = {name: times[other] for name, other in case.paired.items() if mine and other in times}
+  figures |= {name: slower(mine, theirs) for name, theirs in there.items()}
   return {
     "case": case.name,
     "shapes": case.shapes,
@@ -187,6 +190,13 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
       for n in wide(times)
     ],
   }
+
+
+def slower(mine: list[float], theirs: list[float]) -> list[float]:
+  """Percent, the median of the paired ratios less 1, and its interval of 95 % by a bootstrap."""
+  pairs = 100 * (np.asarray(mine) / np.asarray(theirs) - 1)
+  draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
+  return [np.median(pairs), *np.percentile(np.median(draws, 1), [2.5, 97.5])]
 
 
 def _round(contenders: list[Contender], repetitions: int) -> dict[str, list[float]]:

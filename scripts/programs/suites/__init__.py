@@ -53,6 +53,8 @@ class Case:
     subject: name of the contender that the table is about.
     figures: numbers by their names, made from the median seconds of every contender; not what the
       table shows, ratios of two contenders.
+    paired: further figures by their names, percent by which the subject is slower than a contender
+      in the same repetition: the median and its interval.
     steps: the reference's integers, computed when called, for contenders that have such.
     slack: largest difference of any of them.
   """
@@ -65,6 +67,7 @@ class Case:
   contenders: Sequence[Contender]
   subject: str = "kvjax"
   figures: Callable[[dict[str, float]], dict[str, Any]] = lambda seconds: {}
+  paired: Mapping[str, str] = dataclasses.field(default_factory=dict)
   steps: Callable[[], np.ndarray] | None = None
   slack: int = 0
 

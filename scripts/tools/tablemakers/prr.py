@@ -4,9 +4,9 @@ from scripts.tools.tablemakers import cells, real
 from scripts.tools.tablemakers.cells import faster, figure, median, own, say
 from scripts.tools.tablemakers.records import Part
 from scripts.tools.tablemakers.results import GPU, H100, Case, Results
-from scripts.tools.tablemakers.timings import Ratio, Timing, gain
+from scripts.tools.tablemakers.timings import Ratio, gain
 
-PEERS = ("score", "top_k, lax", "FlashInfer block-sparse")
+PEERS = "score + top_k, lax + FlashInfer block-sparse"  # one by one
 
 
 def _hidden(case: Case) -> Ratio:
@@ -20,18 +20,6 @@ def _hidden(case: Case) -> Ratio:
   return Ratio(first / parts.us, parts)
 
 
-def _apart(case: Case) -> Timing:
-  return case.time("speculate") + case.time("score")
-
-
-def _over_peers(case: Case) -> str:
-  """Scores, `lax.top_k` and FlashInfer's attention one by one, over PRR."""
-  if not all(map(case.has, PEERS)):
-    return "–"
-  first, second, third = map(case.time, PEERS)
-  return say("{:.1f}", gain(case.time("prr"), first + second + third))
-
-
 layer = cells.cases(
   "prr",
   "^(8B|GLM-4-9B-like) ",
@@ -39,14 +27,14 @@ layer = cells.cases(
   ("select first", median("serial")),
   ("gain", faster("prr", "serial")),
   ("if parts hid", lambda case: say("{:.2f}", _hidden(case))),
-  ("apart", lambda case: say("{}", _apart(case))),
+  ("apart", median("speculate + score")),
   ("side by side", median("speculate beside score")),
   ("select", median("select")),
   ("attend", median("attend")),
   ("repair", median("repair")),
   ("gain of S1", faster("prr, S1", "serial")),
   ("of S2", faster("prr, S2", "serial")),
-  ("over peers", _over_peers),
+  ("over peers", faster("prr", PEERS, "{:.1f}")),
 )
 steps = cells.cases(
   "e2e_sparse",

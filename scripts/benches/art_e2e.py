@@ -26,6 +26,18 @@ TAU, LOUD = 16.0, 2.0**24
 STUDY = pathlib.Path(__file__).parents[1] / "results" / "art_study"
 SHAPES = [(8, 32), (1, 32), (8, 8), (4, 16), (8, 16), (8, 4), (2, 32), (4, 32), (1, 8), (1, 4)]
 SHAPES += [(batch, k) for batch in (4, 2, 1) for k in (16, 8, 4) if (batch, k) not in SHAPES]
+# TPOT × of the base and with ART: Mistral-7B, Llama-3.1-70B (Tab. 1); with ART by length, Qwen3-8B
+# (Tab. 2).
+STREAMING = {4: 1.12, 8: 1.18, 16: 1.26, 32: 1.42}
+SNAP = {4: 1.11, 8: 1.15, 16: 1.21, 32: 1.36}
+PAPER = {
+  "Full": ([1.00, 1.16], [1.00, 1.15], {4: 1.10, 8: 1.15, 16: 1.17, 32: 1.27}),
+  "StreamingLLM 0.8": ([1.08, 1.24], [1.13, 1.27], STREAMING),
+  "StreamingLLM 0.2": ([1.18, 1.30], [1.52, 1.66], STREAMING),
+  "SnapKV 0.8": ([1.07, 1.17], [1.08, 1.18], SNAP),
+  "SnapKV 0.2": ([1.17, 1.27], [1.47, 1.58], SNAP),
+  "PyramidKV 0.2": ([1.17, 1.29], [1.47, 1.60], SNAP | {32: 1.37}),
+}
 
 
 class Stops(NamedTuple):
@@ -175,12 +187,17 @@ def case(title: str, name: str, base: str, batch: int, tokens: int) -> Case:
     for label, wrapped in forced.items()
   }
 
-  def figures(taken: dict[str, float]) -> dict[str, float]:
-    """What the bytes allow over the full cache."""
-    found, dense, rate = {}, taken["Full"], this_device().read
+  def figures(taken: dict[str, float]) -> dict[str, Any]:
+    """What the bytes allow over the full cache, and the paper's gains."""
+    mistral, llama, by_length = PAPER[base]
+    found: dict[str, Any] = {"paper, Mistral-7B": mistral, "paper, Llama-3.1-70B": llama}
+    if tokens >> 10 in by_length:
+      found["paper, Qwen3-8B"] = by_length[tokens >> 10]
+    dense, rate = taken["Full"], this_device().read
     if base != "Full":
       found[f"{base}, bytes allow"] = dense / (dense - (full - held) / rate)
     for label, share in shares.items():
+      found[f"ART {label}, heads that stop, where"] = ends[label]
       found[f"ART {label}, visited"] = share
       found[f"ART {label}, bytes allow"] = dense / (dense - (full - share * held) / rate)
     return found

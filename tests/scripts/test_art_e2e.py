@@ -84,8 +84,8 @@ def test_kernels_take_every_base(base):
 def test_the_suite_on_a_tiny_shape(capsys):
   assert bench.main(bench.Args("art_e2e", quick=True, repetitions=1, only="SnapKV")) == 0
   said = capsys.readouterr().out
-  assert "SnapKV 0.2 tiny B2 T0.5K" in said and "of a walk's tiles" in said
-  assert "1.17 and 1.27" in said and "wrong" not in said
+  assert "SnapKV 0.2 tiny B2 T0.5K" in said and "ART 1e-5, heads that stop, where: 0." in said
+  assert "paper, Mistral-7B: 1.17, 1.27" in said and "wrong" not in said
 
 
 @pytest.mark.slow

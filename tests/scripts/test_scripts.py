@@ -64,7 +64,7 @@ ARGUMENTS = {
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),
   "bench": ("--quick", "--only", "--add", "--compare", "--fail-slower"),
-  "tables": ("--check", "--results", "--documents"),
+  "tables": ("--check", "--documents"),
   "plot": ("RESULTS", "--out", "--pictures"),
   "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
 }

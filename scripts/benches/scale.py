@@ -31,7 +31,7 @@ PROMPT = 32768
 CONTEXT = 1, 524288
 LARGE = "Llama-3.1-70B", 8, 32768  # on four devices; on two without Full, whose caches do not fit
 KEPT = 5  # methods that evict keep one token in so many
-KEEPING = ("full", "snapkv", "pyramidkv", "streaming_llm")
+WITH_ART = ("full", "snapkv", "pyramidkv", "streaming_llm")
 # Two all-reduces a layer, each alone between products that wait for it.
 CHAIN = 64
 USABLE = 0.85  # of a device's memory by weights and caches; the rest is for what steps make
@@ -74,7 +74,7 @@ def large_cases(quick: bool, n: int, only: str) -> Iterator[Case]:
   name, batch, tokens = ("tiny", 2, 64) if quick else LARGE
   labels = {
     method: f"{name} B{batch} T{tokens}, heads over {n}, {method} and ART"
-    for method in KEEPING
+    for method in WITH_ART
     if quick or n >= (4 if method == "full" else 2)
   }
   wanted = {method: label for method, label in labels.items() if only in label}

@@ -39,7 +39,7 @@ def methods(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", scale.GAINS)
+@pytest.mark.parametrize("name", scale.WITH_ART)
 def test_70b_fits_on_four_devices(name):
   """A quarter of the weights and of the cache, with room to spare on 80 GiB."""
   one, two = (abstract(n).weight_bytes() for n in (1, 2))  # layers are alike
@@ -69,7 +69,7 @@ def step_of(model, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", scale.GAINS)
+@pytest.mark.parametrize("name", scale.WITH_ART)
 def test_steps_of_70b_lower(name):
   """Two of its layers, as each of four devices runs them: two all-reduces each, and one before."""
   for method in methods(name):

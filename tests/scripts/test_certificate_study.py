@@ -131,7 +131,7 @@ def test_the_documents_table(tmp_path):
   lines = study.summary([[row([0.5, 1.0], [1.0, 2.0])], [row([0.5], [1.0])]])
   path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
   *_, line, _, note = studies.certificates(Results(tmp_path), path.name)
-  assert line == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 | 0.5 | 0.25 |"
+  assert line == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 % | 0 | 0.5 | 0.25 |"
   assert note == "`2 texts`"
 
 

@@ -53,15 +53,16 @@ def certificates(results: Results, path: str) -> Part:
   for row in study["rows"]:
     fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
     medians = map(row.get, ("bound_over_trivial", "actual_over_trivial"))
-    rows.append([row["name"], row["fitted"], row["bounds"], _below(row), fails, *medians])
-  head = ["bound on", "fitted to", ("bounds", "{:,.0f}"), "below the trivial maximum", "fail"]
-  head += [("median bound", "{:.2g}"), ("median actual", "{:.2g}")]
+    below = _share(row, "below"), _share(row, "below_half")
+    rows.append([row["name"], row["fitted"], row["bounds"], *below, fails, *medians])
+  head = ["bound on", "fitted to", ("bounds", "{:,.0f}"), "below the trivial maximum"]
+  head += ["below half of it", "fail", ("median bound", "{:.2g}"), ("median actual", "{:.2g}")]
   return cells.noted(cells.table(head, rows, labels=2), study["n"])
 
 
-def _below(row: Named) -> Figure:
-  """The share of a row's bounds that say something, and the texts' least to most."""
-  share, texts = say("{:.0%}", row["below"]), list(row["below_by_text"])
+def _share(row: Named, name: str) -> Figure:
+  """A share of a row's bounds, and the texts' least to most."""
+  share, texts = say("{:.0%}", row[name]), list(row[f"{name}_by_text"])
   alike = len({say("{:.0%}", text) for text in texts}) == 1
   return share if alike else say("{} ({})", share, ends(texts, "{:.0%}"))
 

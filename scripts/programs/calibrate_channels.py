@@ -46,8 +46,6 @@ class Args:
   batch: int = 4
   """Pieces that are read at a time."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def calibrate(model: Transformer, ids: list[int], args: Args) -> np.ndarray:

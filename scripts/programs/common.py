@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 _USUAL = ("streaming_llm", "random", "art", "prr", "ltri", "cpe", "longflow")
 
 
-def optional(metavar: str) -> Any:
-  """An argument whose help says what it is when it is not given."""
-  return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+def optional(metavar: str, text: str | None = None) -> Any:
+  """An argument whose help, by default its docstring, says what it is when it is not given."""
+  return tyro.conf.arg(metavar=metavar, help_behavior_hint="", help=text)
 
 
 def choice() -> Any:
@@ -50,7 +50,14 @@ def choice() -> Any:
 
 
 # How every program takes a model: as `convert.checkpoint` does, or None for the default one.
-Checkpoint = Annotated[pathlib.Path | None, optional("MODEL")]
+Checkpoint = Annotated[
+  pathlib.Path | None,
+  optional(
+    "MODEL",
+    "A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);\n"
+    "SmolLM2-135M-Instruct by default.",
+  ),
+]
 
 
 @dataclasses.dataclass(frozen=True)

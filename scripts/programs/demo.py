@@ -75,8 +75,6 @@ class Args:
   chat_tokens: int = 96
   """Longest chat answer; 0 skips the chat, as does a model without a chat template."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
   json: Annotated[pathlib.Path | None, common.optional("PATH")] = None
   """Also writes the table here."""
 

@@ -97,8 +97,6 @@ class Args:
   seed: int = 0
   """Random seed of all rows."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
   batch: Annotated[int | None, common.optional("ROWS")] = None
   """Rows at a time; 25 on a GPU by default, else 5."""
   memory: Annotated[float | None, common.optional("GB")] = None

@@ -87,8 +87,6 @@ class Args:
   impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
   """Implementation of the method's operations."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
   devices: tyro.conf.OmitArgPrefixes[common.Devices] = dataclasses.field(
     default_factory=common.Devices
   )

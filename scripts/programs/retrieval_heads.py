@@ -92,8 +92,6 @@ class Args(Sizes):
   seed: int = 0
   """Random seed of texts, needles and depths."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def streamed(args: Sizes) -> dict[str, int]:

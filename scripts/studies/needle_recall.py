@@ -83,8 +83,6 @@ class Args(Sizes):
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
   """Names of those wanted, as in the table; all by default."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def contestants(args: Args) -> dict[str, kvjax.Method]:

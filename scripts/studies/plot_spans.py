@@ -42,8 +42,6 @@ class Args:
   local: int = 256
   """Tokens of the window: blocks older than it are counted."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def measure(model: Any, ids: list[int], method: kvjax.Ltri) -> dict[str, Any]:

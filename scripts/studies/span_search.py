@@ -52,8 +52,6 @@ class Args(Sizes):
   seed: int = 0
   """Random seed of texts, needles, depths and pairs."""
   checkpoint: common.Checkpoint = None
-  """A checkpoint, a Hugging Face folder, a .gguf file or a model of the hub (owner/name);
-  SmolLM2-135M-Instruct by default."""
 
 
 @dataclasses.dataclass(frozen=True)

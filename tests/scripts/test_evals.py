@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from kvjax.programs.evals import (
   coding,
+  continuations,
   divergence,
   haystack,
   local,
   longbench,
   needle,
-  rolling,
   ruler,
   sandbox,
   wikitext,
@@ -774,9 +774,9 @@ def test_documents_begin_with_their_titles():
 def test_windows_by_hand():
   """Each token once; the last window has as long a context as there is room for."""
   three = [([0], [1, 2]), ([2], [3, 4]), ([3, 4], [5])]
-  assert list(rolling.windows([1, 2, 3, 4, 5], 0, 2)) == three
-  assert list(rolling.windows([1, 2], 0, 5)) == [([0], [1, 2])]
-  assert list(rolling.windows([], 0, 5)) == []
+  assert list(continuations.windows([1, 2, 3, 4, 5], 0, 2)) == three
+  assert list(continuations.windows([1, 2], 0, 5)) == [([0], [1, 2])]
+  assert list(continuations.windows([], 0, 5)) == []
 
 
 def test_windows_are_those_of_lm_eval():
@@ -784,7 +784,7 @@ def test_windows_are_those_of_lm_eval():
   for tokens, length in itertools.product(range(20), (1, 2, 5, 16)):
     ids = list(range(tokens))
     theirs = map(utils.make_disjoint_window, utils.get_rolling_token_windows(ids, 99, length, 1))
-    assert list(rolling.windows(ids, 99, length)) == list(theirs)
+    assert list(continuations.windows(ids, 99, length)) == list(theirs)
 
 
 # ---- divergence

@@ -30,11 +30,11 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, evaluate
 from kvjax.programs.evals import (
   cells,
+  continuations,
   fitted,
   origin,
   overlap,
   plan,
-  rolling,
   stats,
   store,
   summary,
@@ -327,7 +327,7 @@ def test_perplexity_is_that_of_plain_forward_passes(loaded, documents, tmp_path)
     made = TASKS["wikitext"].build(len, length=40, seed=0, index=row["index"])
     ids = tokenizer.encode(made.continuation, bos=False)
     value = 0.0
-    for context, rest in rolling.windows(ids, tokenizer.eos, 40):
+    for context, rest in continuations.windows(ids, tokenizer.eos, 40):
       logits = read(model, context + rest[:-1], 40, all_logits=True)
       logp = jax.nn.log_softmax(logits[0, len(context) - 1 :])
       value += float(logp[np.arange(len(rest)), np.array(rest)].sum())

@@ -1,5 +1,6 @@
 """The lm-eval adapter on local tasks, against log-likelihoods from one plain forward pass."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -91,6 +92,19 @@ def test_one_token_that_greedy_decoding_would_not_say_is_enough(loaded):
   ((_, all_of_it),) = lm._loglikelihood_tokens([(None, ids, [first, *rest])])
   ((_, what_follows),) = lm._loglikelihood_tokens([(None, [*ids, first], rest)])
   assert what_follows and not all_of_it
+
+
+@pytest.mark.filterwarnings("error:.*max_context")
+def test_no_token_is_read_past_the_models_context(loaded, monkeypatch):
+  """Contexts of two lengths with as much as fits after them; the last token is predicted alone."""
+  model, tokenizer = loaded
+  ids = tokenizer.encode(TEXTS[2], bos=False)
+  pairs = [(None, ids[:4], ids[4:41]), (None, ids[:30], ids[30:41])]
+  wanted = [expected(loaded, *map(tokenizer.decode, pair[1:]))[0] for pair in pairs]
+  limited = dataclasses.replace(model.config, limited=True, max_context=40)
+  monkeypatch.setattr(model, "config", limited)
+  found = adapter(loaded)._loglikelihood_tokens(pairs)
+  np.testing.assert_allclose([value for value, _ in found], wanted, rtol=1e-4)
 
 
 @pytest.mark.slow

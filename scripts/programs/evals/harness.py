@@ -185,13 +185,9 @@ class KVCacheLM(TemplateLM):
     """Log-probability in nats of whole texts, in windows of `max_length` tokens."""
     totals = []
     for (text,) in (request.args for request in requests):
-      windows = utils.get_rolling_token_windows(
-        self.tok_encode(text, add_special_tokens=False),
-        prefix_token=self.prefix_token_id,
-        max_seq_len=self.max_length,
-        context_len=1,
-      )
-      parts = [(None, *utils.make_disjoint_window(window)) for window in windows]
+      ids = self.tok_encode(text, add_special_tokens=False)
+      windows = continuations.windows(ids, self.prefix_token_id, self.max_length)
+      parts = [(None, *window) for window in windows]
       totals.append(sum(score for score, _ in self._loglikelihood_tokens(parts)))
     for request, total in zip(requests, totals, strict=True):
       self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -214,7 +210,7 @@ class KVCacheLM(TemplateLM):
       what = f"max_length {self.max_length} leaves {min(rooms)} tokens and more"
       print(f"{cut} of {len(prompts)} prompts lose their beginning: {what}", file=sys.stderr)
     pairs = [
-      (ids[-room:], [0] * setting.steps)
+      (ids[-room:], [0] * (setting.steps + 1))  # each token of an answer is read
       for ids, room, setting in zip(prompts, rooms, settings, strict=True)
     ]
     with console.bar(len(requests), "answers", "request") as bar:

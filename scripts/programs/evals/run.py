@@ -18,7 +18,7 @@ from kvjax.models.decode.reconstruct import Instructions
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common
-from kvjax.programs.evals import origin, rolling, walks
+from kvjax.programs.evals import continuations, origin, walks
 from kvjax.programs.evals.answers import Answers
 from kvjax.programs.evals.divergence import compare, surprise
 from kvjax.programs.evals.plan import Cell, Entry, Mode, read_at_once
@@ -313,18 +313,23 @@ class Runner:
         f"{cell.task.name}: found {type(entry.method).__name__}, which cuts a context before its "
         "question is known, expected a method that reads a text in order"
       )
+    model, method, batch = self.model, entry.method, self.batch
     ids = [cell.prompts[i].ids for i in indices]
-    begin = self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos
-    cold = self.cold("decode", entry.method, cell.length, self.batch, "rolling")
+    begin = (self.tokenizer.eos if self.tokenizer.bos is None else self.tokenizer.bos) or 0
+    windows = [[*continuations.windows(text, begin, cell.length)] for text in ids]
+    cold = self.cold("decode", method, cell.length, batch, "rolling")
     began = time.perf_counter()
-    values, caches = rolling.log_likelihoods(
-      self.model, entry.method, ids, prefix=begin or 0, length=cell.length, batch=self.batch
-    )
+    every = continuations.score_all(model, method, [*itertools.chain(*windows)], batch)
+    told = iter(every)
+    values = [
+      sum(nats for scores in itertools.islice(told, len(mine)) for _, nats, *_ in scores)
+      for mine in windows
+    ]
     timing = {"prefill": 0.0, "shared": 1, "cold": ["prefill", *cold]}
     timing |= {"decode": time.perf_counter() - began, "rows": len(indices)}
     timing["steps"] = sum(map(len, ids)) // len(indices)
-    facts, made = _bytes(caches, self.batch), []
-    for value, i in zip(values.tolist(), indices, strict=True):
+    facts, made = _bytes(empty(model, method, 1, cell.length), 1), []
+    for value, i in zip(values, indices, strict=True):
       counted = cell.rows[i].scoring
       also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
       score = {"score": math.exp(value / counted["bytes"]), "also": also}

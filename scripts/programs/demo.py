@@ -166,47 +166,21 @@ def chat(
       logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
       logits.block_until_ready()
     step.note(_parts(clock))
-  streamer = console.Streamer()
-  stream, text = tokenizer.stream(), ""
+  streamer, text = console.Streamer(), ""
 
-  def show(chunk: np.ndarray) -> None:
+  def show(texts: list[str]) -> None:
     nonlocal text
-    text += "".join(stream.feed(token) for token in chunk[0].tolist() if token >= 0)
+    text += texts[0]
     streamer.show(text)
 
+  how = {"stop": tokenizer.ends, "tokenizer": tokenizer, "chunk": CHUNK, "on_text": show}
   with Clock() as clock:
-    generation, _ = decode(model, tokenizer, logits, caches, method, steps=steps, on_chunk=show)
-  streamer.show(text + stream.flush(), final=True)
+    generation, _ = generate(model, logits, caches, method, steps=steps, **how)
+  streamer.show(text, final=True)
   speed = generation.lengths[0] / clock.running
   print(
     f"  ({generation.lengths[0]} tokens, {speed:.1f} tokens/s after {clock.compiling:.1f} s of "
     "compiling)"
-  )
-
-
-def decode(
-  model: Transformer,
-  tokenizer: Tokenizer,
-  logits: jax.Array,
-  caches: Caches,
-  method: kvjax.Method,
-  *,
-  steps: int,
-  forced: np.ndarray | None = None,
-  on_chunk: Any = None,
-) -> Any:
-  """`generate` with the same static arguments everywhere: each method compiles one loop."""
-  return generate(
-    model,
-    logits,
-    caches,
-    method,
-    steps=steps,
-    stop=tokenizer.ends,
-    forced=forced,
-    return_logits=True,
-    chunk=CHUNK,
-    on_chunk=on_chunk,
   )
 
 
@@ -292,9 +266,8 @@ class Contest:
     forced: np.ndarray | None,
   ) -> tuple[Any, Clock]:
     with Clock() as clock:
-      generation, _ = decode(
-        self.model, self.tokenizer, logits, caches, method, steps=steps, forced=forced
-      )
+      how = {"steps": steps, "stop": self.tokenizer.ends, "forced": forced}
+      generation, _ = generate(self.model, logits, caches, method, return_logits=True, **how)
       jax.block_until_ready(generation.last)
     return generation, clock
 

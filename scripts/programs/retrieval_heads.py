@@ -124,8 +124,8 @@ def depths(args: Sizes, length: int, samples: int, draw: random.Random) -> list[
   return [(near + (far - near) * (place + 0.5) / samples) / length for place in places]
 
 
-def place_of(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, list[int]]:
-  """Where a text stands first in a prompt, and its tokens.
+def places(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> range:
+  """Places of a text's tokens where it stands first in a prompt.
 
   Raises:
     ValueError: it does not.
@@ -133,8 +133,8 @@ def place_of(tokenizer: Tokenizer, ids: list[int], text: str) -> tuple[int, list
   # A text is the same tokens wherever it stands after a space, or is found without one.
   for tokens in (tokenizer.encode(f" {text}", bos=False), tokenizer.encode(text, bos=False)):
     for start in range(len(ids)):
-      if ids[start : start + len(tokens)] == tokens:
-        return start, tokens
+      if list(ids[start : start + len(tokens)]) == tokens:
+        return range(start, start + len(tokens))
   raise ValueError(f"{text}: found no such tokens in the prompt, expected the needle")
 
 
@@ -162,7 +162,8 @@ class Sample:
       ValueError: its answer is not in it, as tokens.
     """
     ids = Reader(tokenizer).row(row).ids
-    return cls(ids, *place_of(tokenizer, ids, row.answers[0]), row)
+    at = places(tokenizer, ids, row.answers[0])
+    return cls(ids, at.start, ids[at.start : at.stop], row)
 
   def blocks(self, method: Streamed) -> list[int]:
     """The blocks that hold the answer; none where it is among the first tokens."""

@@ -34,6 +34,7 @@ from kvjax.programs.evals import kept, registry
 from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.store import Store
 from kvjax.programs.evals.task import Row
+from kvjax.programs.retrieval_heads import places
 from kvjax.runtime.shared_prefill import take
 from scripts.studies import both, press_limits, pressed, sheets
 from scripts.studies.pressed import ORACLE, Cut, Kept, Pressed
@@ -199,7 +200,7 @@ def rows_of(
     ValueError: the full cache's logits differ by more than they may.
   """
   score = registry.TASKS[both.TASK].score
-  wanted = kept.places(reader.tokenizer, prompt.ids, row.answers[0])
+  wanted = places(reader.tokenizer, prompt.ids, row.answers[0])
   gold = reader.tokenizer.encode(row.answers[0], bos=False)
   read = {"aware": len(prompt.ids), "agnostic": len(prompt.head)}
   cuts = {cell: cell.cut(args.length, read[cell.mode]) for cell in CELLS}

@@ -35,6 +35,7 @@ from kvjax.programs.evals import kept, registry
 from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.store import Store
 from kvjax.programs.evals.task import Row
+from kvjax.programs.retrieval_heads import places
 from scripts.studies import both, pressed
 from scripts.studies.pressed import Pressed
 from scripts.tools.tablemakers import beside, results
@@ -168,7 +169,7 @@ def rows_of(
 ) -> dict[tuple[str, int], dict[str, Any]]:
   """One prompt, by how a budget is divided and which part is kept: those that are asked for."""
   size, score = len(prompt.head), registry.TASKS[both.TASK].score
-  wanted = kept.places(theirs.tokenizer, prompt.head, row.answers[0])
+  wanted = places(theirs.tokenizer, prompt.head, row.answers[0])
   counts = {part: size // part for part in args.parts}
   with console.step("kvpress reads"):
     their_scores, their_cache, every = theirs.read(prompt.head, counts)

@@ -55,18 +55,9 @@ class Args:
 class Recorder(kvjax.Full):
   """The full cache, which also reports q, k and v as its attention gets them, not rotated."""
 
-  def prefill(
-    self,
-    at: kvjax.At,
-    cache: kvjax.Cache,
-    q: Array,
-    k: Array,
-    v: Array,
-    prompt: kvjax.Prompt,
-    carry: kvjax.Carry,
-  ) -> tuple[Array, kvjax.Cache, kvjax.Carry, dict[str, Any]]:
-    out, cache, carry, aux = super().prefill(at, cache, q, k, v, prompt, carry)
-    return out, cache, carry, {**aux, "qkv": (q, k, v)}
+  def prefill(self, at: Any, cache: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+    *made, aux = super().prefill(at, cache, q, k, v, *more)
+    return *made, {**aux, "qkv": (q, k, v)}
 
 
 def methods(args: Args) -> dict[str, dict[str, kvjax.PRR]]:

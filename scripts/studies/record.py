@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 import tyro
-from jaxtyping import Array
 
 import kvjax
 from kvjax.models.decode.generate import prefill
@@ -59,23 +58,13 @@ class Recorder(kvjax.Full):
   layers: tuple[int, ...] = ()
   stride: int = 1
 
-  def prefill(
-    self,
-    at: kvjax.At,
-    cache: kvjax.Cache,
-    q: Array,
-    k: Array,
-    v: Array,
-    prompt: kvjax.Prompt,
-    carry: kvjax.Carry,
-  ) -> tuple[Array, kvjax.Cache, kvjax.Carry, dict[str, Any]]:
-    result = super().prefill(at, cache, q, k, v, prompt, carry)
+  def prefill(self, at: Any, cache: Any, q: Any, k: Any, v: Any, prompt: Any, carry: Any) -> Any:
+    *made, aux = super().prefill(at, cache, q, k, v, prompt, carry)
     if at.layer not in self.layers:
-      return result
-    out, after, carry, aux = result
+      return *made, aux
     q, _, new, _ = kvjax.families.entrance.enter(at, cache, q, k, v, prompt, carry)
     chosen = q[..., kept_positions(prompt.tokens, self.stride), :]
-    return out, after, carry, {**aux, "q": chosen, "k": new["k"], "v": new["v"]}
+    return *made, {**aux, "q": chosen, "k": new["k"], "v": new["v"]}
 
 
 def kept_positions(length: int, stride: int) -> np.ndarray:

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
 def sentence(tokenizer: Any, sample: Sample) -> tuple[int, int]:
   """Where the needle's sentence begins, and where its number ends."""
   words = needle.NEEDLE.partition(" for ")[0].format(kind=retrieval_heads.SHAPE.value)
-  start, _ = retrieval_heads.place_of(tokenizer, sample.ids, words)
+  start = retrieval_heads.places(tokenizer, sample.ids, words).start
   return start, sample.start + len(sample.answer)
 
 

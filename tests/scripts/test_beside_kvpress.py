@@ -15,6 +15,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import kept
 from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.task import Row
+from kvjax.programs.retrieval_heads import places
 from scripts.studies import beside_kvpress as program
 from scripts.studies import pressed
 from scripts.studies.pressed import Kept
@@ -61,10 +62,10 @@ def test_needles_are_held_token_by_token():
 
 def test_places_are_the_first_ones():
   ids = Letters().encode("a 12 12")
-  assert kept.places(Letters(), ids, "12") == [1, 2, 3]  # with the space before it
-  assert kept.places(Letters(), Letters().encode("a12"), "12") == [1, 2]
+  assert [*places(Letters(), ids, "12")] == [1, 2, 3]  # with the space before it
+  assert [*places(Letters(), Letters().encode("a12"), "12")] == [1, 2]
   with pytest.raises(ValueError, match="13: found no such tokens"):
-    kept.places(Letters(), ids, "13")
+    places(Letters(), ids, "13")
 
 
 def test_a_summary_has_means_and_intervals():

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs.evals.stats import estimate
 
 Positions = Sequence[Sequence[np.ndarray]]  # per layer and KV head; negative ones are none
@@ -65,17 +64,3 @@ def summary(rows: Iterable[dict[str, Any]], by: Sequence[str]) -> list[dict[str,
 
 def _number(value: Any) -> bool:
   return isinstance(value, int | float)
-
-
-def places(tokenizer: Tokenizer, ids: Sequence[int], answer: str) -> list[int]:
-  """Places of the answer's tokens in a prompt, at their first place.
-
-  Raises:
-    ValueError: nowhere.
-  """
-  for text in (f" {answer}", answer):
-    wanted = tokenizer.encode(text, bos=False)
-    for i in range(len(ids) - len(wanted) + 1):
-      if list(ids[i : i + len(wanted)]) == wanted:
-        return list(range(i, i + len(wanted)))
-  raise ValueError(f"{answer}: found no such tokens in the prompt, expected the needle")

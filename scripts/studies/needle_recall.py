@@ -40,7 +40,6 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import offload
 from kvjax.programs import common, console
 from kvjax.programs.evals import fitted, needle, scores
-from kvjax.programs.evals import labels as labels_of
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import rng
 from kvjax.programs.retrieval_heads import LEAST, STEPS, Sample, Sizes, depths, ltri, streamed
@@ -108,7 +107,7 @@ def found_on(args: Args) -> list[fitted.Fitted]:
   Raises:
     ValueError: they do not say.
   """
-  held = [*labels_of.fitted(f"ltri:{args.settings}")]
+  held = [*fitted.of_label(f"ltri:{args.settings}")]
   if args.heads is not None:
     held.append(fitted.Fitted(f"--heads {args.heads}", fitted.of(args.heads)))
   fitted.refuse_unknown(held, args.unknown_fit)

@@ -3,19 +3,16 @@
 import json
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax.models.decode.generate import generate, prefill
-from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import kept
 from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.task import Row
 from kvjax.programs.retrieval_heads import places
+from scripts.examples import tiny
 from scripts.studies import beside_kvpress as program
 from scripts.studies import pressed
 from scripts.studies.pressed import Kept
@@ -158,11 +155,7 @@ class Theirs:
 @pytest.fixture
 def ours(monkeypatch):
   monkeypatch.setattr(program, "CELLS", CELLS)
-  config = ModelConfig(
-    vocab=256, dim=16, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=32, tie_embeddings=True
-  )
-  model = Transformer(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-  return program.Ours(model, Letters(), TOKENS)
+  return program.Ours(tiny.load()[0], Letters(), TOKENS)
 
 
 TEXT, QUESTION = "the grass is green. " * 9 + "magic 4444 it is.", "which magic? "

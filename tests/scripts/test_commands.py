@@ -57,6 +57,7 @@ def test_the_help_comes_at_once():
   for name, module in commands.MODULES.items():
     assert f"  {name} " in done.stdout and installed.summary(module) in done.stdout
   assert min(seconds) < 1, seconds
+  assert run().stdout == done.stdout
 
 
 HELP = """
@@ -98,12 +99,6 @@ def test_a_wheel_has_no_studies(monkeypatch, capsys):
     commands.main()
   assert end.value.code == 1
   assert capsys.readouterr().err == "error: art-study is a study, expected in a checkout of kvjax\n"
-
-
-def test_jax_is_not_imported_before_it_is_needed():
-  program = "import sys, kvjax.programs.commands; kvjax.__version__; print('jax' in sys.modules)"
-  said = subprocess.run([sys.executable, "-c", program], cwd=FOLDER, capture_output=True)
-  assert said.stdout == b"False\n"
 
 
 def test_public_names_are_found():
@@ -148,11 +143,6 @@ def test_a_missing_extra_is_said_in_one_line(monkeypatch, capsys, command, lacks
   assert end.value.code == 1
   (line,) = capsys.readouterr().err.splitlines()
   assert lacks in line and f"pip install 'kvjax[{extra}]'" in line
-
-
-def test_the_bare_program_prints_its_help():
-  done = run()
-  assert done.returncode == 0 and done.stdout == run("--help").stdout
 
 
 def test_methods_are_listed_and_explained(capsys):

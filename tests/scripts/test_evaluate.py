@@ -6,13 +6,9 @@ import gzip
 import importlib
 import json
 import os
-import pathlib
 import random
 import re
-import signal
-import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +21,6 @@ import kvjax
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.caches import next_turn
 from kvjax.models.decode.generate import Device, prefill
-from kvjax.models.io import convert
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, evaluate
 from kvjax.programs.evals import (
@@ -40,7 +35,6 @@ from kvjax.programs.evals import (
   summary,
   walks,
 )
-from kvjax.programs.evals.labels import fitted as fitted_of
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.task import Row
@@ -913,55 +907,6 @@ def test_scorers_say_beforehand_what_they_lack(monkeypatch, package, names):
       assert error is None
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> pathlib.Path:
-  folder = tmp_path_factory.mktemp("checkpoint")
-  source = tiny.huggingface_folder(folder / "source")
-  return convert.convert(source, folder / "tiny", progress=False)
-
-
-def start(checkpoint, out) -> subprocess.Popen:
-  command = [sys.executable, "-m", "kvjax.programs.evaluate", "--checkpoint", str(checkpoint)]
-  environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-  return subprocess.Popen(
-    [*command, *arguments(out, methods=("snapkv",), samples=12, tasks=("needle",), batch=1)],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env=environment,
-  )
-
-
-def kill_until_done(checkpoint, out, kills: int) -> str:
-  """Kills the program at random moments after new rows have come; what the last one printed."""
-  rng = random.Random(1)
-  rows = out / store.ROWS
-  for _ in range(kills):
-    before = rows.stat().st_size if rows.exists() else 0
-    process = start(checkpoint, out)
-    while process.poll() is None and (not rows.exists() or rows.stat().st_size == before):
-      time.sleep(0.002)
-    time.sleep(rng.random() * 0.1)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-  process = start(checkpoint, out)
-  said, errors = process.communicate(timeout=300)
-  assert process.returncode == 0, errors
-  return said
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on(checkpoint, tmp_path):
-  """kill -9, four times; then every row is there once, as an uninterrupted run has it."""
-  said = kill_until_done(checkpoint, tmp_path / "killed", kills=4)
-  rows = store.read(tmp_path / "killed")
-  assert len({store.key(row) for row in rows}) == len(rows) == 24
-  assert f"24 rows in {tmp_path / 'killed' / store.ROWS}" in said
-  kill_until_done(checkpoint, tmp_path / "whole", kills=0)
-  whole = store.read(tmp_path / "whole")
-  assert by_key(without_seconds(rows)) == by_key(without_seconds(whole))
-
-
 # ---- methods and budgets
 
 
@@ -970,26 +915,6 @@ def test_methods_with_every_budget():
   each = [(label, budget) for label in ("streaming_llm", "snapkv:pool=7") for budget in (64, 250)]
   assert [(entry.label, entry.budget) for entry in made] == [("full", None), *each]
   assert made[3].method.pool == 7 and made[3].method.budget == 64
-
-
-def test_methods_over_others():
-  """Each has settings of its own; the budget is the innermost one's."""
-  labels = ["quantised:bits=4+snapkv:pool=7", "adakv:safeguard=0.5+expected_attention"]
-  made = [entry.method for entry in plan.entries(labels, ["64", "0.1"], 1000)[1:]]
-  inner = [plan.instance("snapkv:pool=7", budget) for budget in (64, 100)]
-  assert made[:2] == [kvjax.Quantised(base, bits=4) for base in inner]
-  inner = [plan.instance("expected_attention", budget) for budget in (64, 100)]
-  assert made[2:] == [kvjax.AdaKV(base, safeguard=0.5) for base in inner]
-
-
-def test_settings_out_of_files(tmp_path):
-  """A pattern of gates, and retrieval heads as `kvjax retrieval-heads` writes them."""
-  (tmp_path / "gates.tsv").write_text("0.9\t0.1\n0.2\t0.8\n")
-  (tmp_path / "heads.json").write_text('{"heads": [[1, 3, 0.5]]}')
-  labels = [f"duo_attention:pattern={tmp_path}/gates.tsv", f"ltri:heads={tmp_path}/heads.json"]
-  duo, ltri = (entry.method for entry in plan.entries(labels, ["64"], 1000)[1:])
-  assert duo.pattern == ((True, False), (False, True))
-  assert ltri.heads == ((1, 3, 0.5),)
 
 
 # ---- fitted apart from tested
@@ -1028,10 +953,10 @@ def test_heads_that_say_nothing_are_refused_unless_told(loaded, tmp_path):
     with pytest.raises(ValueError, match=found):
       run(loaded, tmp_path / "run", methods=(label,))
     assert evaluate.entries(parse("--methods", label, "--unknown-fit"))
-    assert [each.record for each in fitted_of(f"quantised+{label}")] == [None]
+    assert [each.record for each in fitted.of_label(f"quantised+{label}")] == [None]
   assert not (tmp_path / "run").exists()
   for plain in ("ltri", "ltri:heads=None", "duo_attention:pattern=alternate", "snapkv:pool=7"):
-    assert fitted_of(plain) == ()
+    assert fitted.of_label(plain) == ()
 
 
 @pytest.mark.parametrize("shared", ["text", "seed", "key", "value", "continuation"])
@@ -1076,12 +1001,6 @@ def test_a_damaged_record_is_no_record(tmp_path, damage):
   ("labels", "budgets", "message"),
   [
     (["nonsense"], ["64"], "--methods: found 'nonsense', expected one of: full"),
-    (["snapkv:pond=7"], ["64"], "--methods: snapkv has no pond, it has: budget, window_size"),
-    (["snapkv:pool"], ["64"], "expected name:field=value,field=value"),
-    (["snapkv:pool=4"], ["64"], "SnapKV.pool: found 4, expected an odd number"),
-    (["snapkv+quest"], ["64"], "'snapkv.quest', expected a method over others before the +"),
-    (["quantised+adakv"], ["64"], "Quantised"),
-    (["duo_attention:pattern=no.tsv"], ["64"], "no.tsv: not found, expected a file"),
     (["snapkv"], ["lots"], "--budgets: found 'lots', expected tokens"),
     (["snapkv"], ["0"], "--budgets: found '0'"),
   ],

@@ -65,17 +65,12 @@ def test_bytes_used_are_those_of_tokens(name):
   assert allocated == sum(x.nbytes for x in jax.tree.leaves(caches))
   ids, used = np.ones((1, 128), np.int32), []
   for tokens in (8, 96):
-    _, held = generate_caches(model, method, ids, tokens, spec)
+    _, held = turn.prefill(model, ids, np.array([tokens]), method.init_caches(spec), method)
     used.append(turn.bytes_of(held)[0])
   assert 0 <= empty < used[0] <= used[1] <= allocated
   if name == "full":
     of_token = (allocated - empty) / 128
     assert used == [pytest.approx(empty + n * of_token, abs=1) for n in (8, 96)]
-
-
-def generate_caches(model, method, ids, tokens, spec):
-  caches = method.init_caches(spec)
-  return turn.prefill(model, ids, np.array([tokens]), caches, method)
 
 
 @pytest.mark.parametrize(

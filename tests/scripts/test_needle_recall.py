@@ -123,27 +123,16 @@ def test_depths_are_spread_for_any_number_of_samples(samples):
   assert depths != sorted(depths)
 
 
-def fitted_heads(tmp_path, **said):
-  path = tmp_path / "heads.json"
-  record = fitted.record("made up", ["a text of its own"], model=None) | said
-  path.write_text(json.dumps({"heads": [[1, 3, 0.5]], "fitted": record}))
-  return path
-
-
 def test_heads_are_not_tested_on_what_they_were_found_on(monkeypatch, tmp_path):
   """Nothing is answered, or written, under heads of these texts, or of none that is known."""
   monkeypatch.setattr(common, "load_model", lambda _: (model(), byte_tokenizer()))
   out, sizes = tmp_path / "out", {"length": 800, "window": 64, "block": 16, "samples": 3}
   args = Args(out, **sizes)
-  row = sample(byte_tokenizer(), args, 2).row
-  for said in (
-    {"task": "needle", "seed": 0},
-    {"fingerprints": " ".join(fitted.fingerprints(row.context))},
-    {"hidden": [row.answers[0]]},
-  ):
-    heads = fitted_heads(tmp_path, **said)
-    with pytest.raises(ValueError, match=r"heads\.json: found .*needle.*on which it was fitted"):
-      needle_recall.main(dataclasses.replace(args, heads=heads))
+  heads, hidden = tmp_path / "heads.json", [*sample(byte_tokenizer(), args, 2).row.answers]
+  record = fitted.record("made up", ["a text of its own"], model=None, hidden=hidden)
+  heads.write_text(json.dumps({"heads": [[1, 3, 0.5]], "fitted": record}))
+  with pytest.raises(ValueError, match=r"heads\.json: found .*needle.*on which it was fitted"):
+    needle_recall.main(dataclasses.replace(args, heads=heads))
   heads.write_text('{"heads": [[1, 3, 0.5]]}')
   with pytest.raises(ValueError, match="found nothing on what it was fitted on"):
     needle_recall.main(dataclasses.replace(args, heads=heads))

@@ -1,4 +1,4 @@
-"""The search of θ and φ: F1 by hand and by loops, and a run on a tiny model."""
+"""The search of θ and φ: F1 by hand and by loops, a run on a tiny model; pictures of spans."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,8 @@ from kvjax.methods import labels
 from kvjax.programs.evals import fitted
 from kvjax.testing.tiny import TOKENS, model
 from scripts.examples import tiny
-from scripts.studies import span_search
+from scripts.studies import sheets, span_search
+from scripts.studies.plot_spans import RATES, draw_spans, draw_vectors, measure
 from scripts.studies.span_search import Args, Evidence, evidence, f1, search, tried
 from tests.slow_spans import slow_divide
 
@@ -96,3 +97,22 @@ def test_a_file_of_settings_by_layer(monkeypatch, tmp_path):
     labels.instance(f"ltri:rate={path}", 4096)
   with pytest.raises(ValueError, match="--block: found 32, expected more than a needle's"):
     span_search.main(Args(out=path, samples=1, length=500, **sizes | {"block": 32}))
+
+
+@pytest.mark.slow
+def test_numbers_and_pictures(tmp_path):
+  method = Ltri(2, 6, 4, 2, chunk=8, held=2, spans=2, vectors=4, last=0, rate=(2.0,))
+  ids = TOKENS[0].tolist()
+  found = measure(model(), ids, method)
+  assert found["tokens"] == 2 + 9 * 4 - 1 and found["blocks"] == (37 - 6 - 2) // 4
+  assert len(found["layers"]) == 4
+  for layer in found["layers"]:
+    assert np.triu(layer["map"], 1).max() == 0 and layer["map"][:3].max() > 0
+    assert all(0 <= a < b <= 3 for a, b in layer["spans"])
+    counts = [layer["vectors"][rate] for rate in RATES]
+    assert counts == sorted(counts, reverse=True) and counts[0] <= 4
+  for draw in (draw_spans, draw_vectors):
+    sheets.write(tmp_path / "picture.png", draw(found))
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+  with pytest.raises(ValueError, match="--length: found 5 tokens, expected 6 or more"):
+    measure(model(), ids[:5], method)

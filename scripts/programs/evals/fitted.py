@@ -18,9 +18,13 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.methods import labels
 from kvjax.programs.evals.task import Row
 
 UNKNOWN = "unknown"
+OPTION = "--methods"  # what errors call a label
+FIELDS = ("heads", "pattern")  # fields that are found by looking at a model
+UNFITTED = (None, "alternate")  # values of theirs that are not
 COMMENT = "# fitted: "  # a line of a .tsv, which readers of numbers skip
 _SHINGLE, _WINDOW = 13, 64  # words that are hashed together, and hashes of which one is kept
 
@@ -114,6 +118,24 @@ def _read(path: pathlib.Path) -> Any:
     return held.get("fitted") if isinstance(held, dict) else None
   lines = [line for line in text.splitlines() if line.startswith(COMMENT)]
   return json.loads(lines[0].removeprefix(COMMENT)) if lines else None
+
+
+def of_label(label: str) -> tuple[Fitted, ...]:
+  """Records of what a label's values were fitted on, out of files or as heads given by hand.
+
+  Raises:
+    ValueError: a file is not there, or its record is damaged.
+  """
+  found = []
+  for part in labels.split(label):
+    name, fields = labels.parts(part, OPTION)
+    for field, text in fields.items():
+      path = pathlib.Path(text)
+      if path.suffix in labels.FILES:
+        found.append(Fitted(f"{name}:{field}={text}", labels.read(of, path, OPTION)))
+      elif field in FIELDS and labels.value_of(field, text, OPTION) not in UNFITTED:
+        found.append(Fitted(f"{name}:{field}={text}", None))
+  return tuple(found)
 
 
 def refuse_unknown(what: Sequence[Fitted], allowed: bool) -> None:

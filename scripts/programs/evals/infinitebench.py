@@ -140,16 +140,14 @@ def math_find(count: Count, *, length: int, seed: int, index: int) -> Row:
   return Row(context(n), question, prefix, (str(answer),), "math_find", _FIND_TOKENS)
 
 
-def _hidden_task(name: str, summary: str) -> Task:
-  def build(count: Count, *, length: int, seed: int, index: int) -> Row:
-    return hidden(count, name=name, length=length, seed=seed, index=index)
-
-  return Task(name, "infinitebench", summary, build, scores.first_integer)
-
-
 TASKS = (
-  _hidden_task("passkey", "five digits told twice in noise"),
-  _hidden_task("number_string", "ten digits, many repeated, told twice in noise"),
+  *(
+    Task(name, "infinitebench", text, functools.partial(hidden, name=name), scores.first_integer)
+    for name, text in (
+      ("passkey", "five digits told twice in noise"),
+      ("number_string", "ten digits, many repeated, told twice in noise"),
+    )
+  ),
   Task(
     "kv_retrieval",
     "infinitebench",

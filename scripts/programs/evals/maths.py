@@ -5,7 +5,6 @@ others are read from local files. Worked examples stand in front of the GSM prob
 eight as fit; their answers end in "#### x".
 """
 
-import dataclasses
 import functools
 import importlib
 import warnings
@@ -80,39 +79,31 @@ def gsm8k(count: Count, *, length: int, seed: int, index: int) -> Row:
   return _few_shot(count, problems, task="gsm8k", length=length)
 
 
+# Tasks whose answers stand in a box: title, file, what it is, its source, and whose order it has.
+_BOXED = {
+  "gsm8k_chat": (
+    *("GSM8K as a chat's only turn", "gsm8k/test.jsonl", "GSM8K, test set", GSM8K, "gsm8k"),
+  ),
+  "math500": (
+    *("MATH-500", "math500/test.jsonl", "math500", "hf: HuggingFaceH4/MATH-500", "math500"),
+  ),
+  "aime": ("AIME", "aime/test.jsonl", "aime", "hf: HuggingFaceH4/aime_2024", "aime"),
+}
+
+
 def _boxed(
-  count: Count,
-  *,
-  name: str,
-  file: str,
-  length: int,
-  seed: int,
-  index: int,
-  answer: int = BOXED_TOKENS,
+  count: Count, *, name: str, length: int, seed: int, index: int, answer: int = BOXED_TOKENS
 ) -> Row:
-  """A competition problem whose answer is to stand in a box."""
-  source = {"math500": "hf: HuggingFaceH4/MATH-500", "aime": "hf: HuggingFaceH4/aime_2024"}[name]
-  entry = local.pick(local.read(local.path(file, name, source)), name, seed, index)
+  """A problem alone, as instruction models are measured, whose answer is to stand in a box.
+
+  The answer takes what the length leaves, and no more than `answer` tokens.
+  """
+  _, file, what, source, order = _BOXED[name]
+  entry = local.pick(local.read(local.path(file, what, source)), order, seed, index)
   entry = {key.lower(): value for key, value in entry.items()}
-  about = {key: entry[key] for key in ("subject", "level") if key in entry}
-  problem, right = entry["problem"], str(entry["answer"])
-  row = _in_a_box(count, problem, right, task=name, length=length, most=answer)
-  return dataclasses.replace(row, about=about)
-
-
-def gsm8k_chat(
-  count: Count, *, length: int, seed: int, index: int, answer: int = BOXED_TOKENS
-) -> Row:
-  """A problem of the test set as a chat's only turn, as instruction models are measured."""
-  file = local.path("gsm8k/test.jsonl", "GSM8K, test set", GSM8K)
-  entry = local.pick(local.read(file), "gsm8k", seed, index)
-  right = entry["answer"].split("####")[-1].strip()
-  problem = entry["question"]
-  return _in_a_box(count, problem, right, task="gsm8k_chat", length=length, most=answer)
-
-
-def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int, most: int) -> Row:
-  """A problem alone; its answer takes what the length leaves, and no more than `most`."""
+  problem, right = entry.get("problem", entry.get("question")), str(entry["answer"])
+  if name == "gsm8k_chat":
+    right = right.split("####")[-1].strip()
   question = (
     f"{problem}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
   )
@@ -123,9 +114,10 @@ def _in_a_box(count: Count, problem: str, answer: str, *, task: str, length: int
     context="",
     question=question,
     answer_prefix="",
-    answers=(answer,),
-    task=task,
-    max_new_tokens=min(room, most),
+    answers=(right,),
+    task=name,
+    max_new_tokens=min(room, answer),
+    about={key: entry[key] for key in ("subject", "level") if key in entry},
   )
 
 
@@ -152,31 +144,18 @@ TASKS = (
     gsm8k,
     needs=("gsm8k/train.jsonl", "gsm8k/test.jsonl"),
   ),
-  Task(
-    "gsm8k_chat",
-    "maths",
-    "GSM8K as a chat's only turn, answers in \\boxed{} (local file)",
-    gsm8k_chat,
-    scores.boxed,
-    filled=False,
-    open_ended=True,
-    also={"flexible": scores.last_number},
-    needs=("gsm8k/test.jsonl",),
-  ),
   *(
     Task(
       name,
       "maths",
       f"{title}, answers in \\boxed{{}} (local file)",
-      functools.partial(_boxed, name=name, file=file),
+      functools.partial(_boxed, name=name),
       scores.boxed,
       filled=False,
       open_ended=True,
+      also={"flexible": scores.last_number} if name == "gsm8k_chat" else {},
       needs=(file,),
     )
-    for name, title, file in (
-      ("math500", "MATH-500", "math500/test.jsonl"),
-      ("aime", "AIME", "aime/test.jsonl"),
-    )
+    for name, (title, file, *_) in _BOXED.items()
   ),
 )

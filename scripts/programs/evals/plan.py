@@ -8,8 +8,7 @@ from typing import Literal
 import kvjax
 from kvjax.methods.labels import instance
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.evals.fitted import Fitted
-from kvjax.programs.evals.labels import fitted
+from kvjax.programs.evals.fitted import Fitted, of_label
 from kvjax.programs.evals.prompt import Prompt
 from kvjax.programs.evals.task import Row, Task
 
@@ -82,7 +81,7 @@ def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[
     for budget in tokens:
       method = instance(label, budget, "--methods")
       free = instance(label, 2 * budget) == method
-      made.setdefault(method, Entry(label, None if free else budget, method, fitted(label)))
+      made.setdefault(method, Entry(label, None if free else budget, method, of_label(label)))
   return list(made.values())
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import common, context, turn
+from kvjax.programs import common, console, context
 from kvjax.programs import generate as program
 from kvjax.testing.tiny import model
 from tests import tiny_tokenizers
@@ -82,32 +82,9 @@ def test_no_file(tmp_path):
     list(context.read(tmp_path / "nothing"))
 
 
-def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
-  """The program on a tiny model, writing to `out`; `fault` is raised after so many tokens."""
+def run(monkeypatch, tmp_path, out):
+  """The program on a tiny model, writing to `out`."""
   monkeypatch.setattr(common, "load_model", lambda *args, **kwargs: (model(), letters()))
-
-  def raising(module, name, after, callback, tokens_of):
-    real = getattr(module, name)
-
-    def fails(*args, **kwargs):
-      tell, seen = kwargs.pop(callback), [0]
-
-      def count(*told):
-        tell(*told)
-        seen[0] = tokens_of(seen[0], *told)
-        if seen[0] >= after:
-          raise fault
-
-      return real(*args, **{**kwargs, callback: count})
-
-    monkeypatch.setattr(module, name, fails)
-
-  if generated is not None:
-    raising(
-      program, "generate", generated, "on_chunk", lambda before, tokens: before + tokens.shape[1]
-    )
-  if read is not None:
-    raising(turn.PromptStream, "feed", read, "on_chunk", lambda before, now, _: now)
   path = write(tmp_path, b"ABCDEFGH IJKLMNOP\n" * 12)
   monkeypatch.setattr(sys, "stdout", out)
   args = program.Args("WHO?", method="ltri", budget=24, context_file=path, steps=24, raw=True)
@@ -115,6 +92,20 @@ def run(monkeypatch, tmp_path, out, *, fault=None, generated=None, read=None):
     program.main(args)
   finally:
     monkeypatch.undo()
+
+
+class Faulty(io.StringIO):
+  """A stream that fails once, after the text of 2, 4 and 8 tokens."""
+
+  def __init__(self, fault):
+    super().__init__()
+    self.fault, self.left = fault, 3
+
+  def write(self, text):
+    self.left -= 1
+    if self.left == -1:
+      raise self.fault
+    return super().write(text)
 
 
 GONE = jax.errors.JaxRuntimeError("INTERNAL: the device is gone\nand more of it")
@@ -129,10 +120,10 @@ GONE = jax.errors.JaxRuntimeError("INTERNAL: the device is gone\nand more of it"
   ],
 )
 def test_what_was_generated_is_not_lost(monkeypatch, tmp_path, fault, says):
-  whole, cut = io.StringIO(), io.StringIO()
+  whole, cut = io.StringIO(), Faulty(fault)
   run(monkeypatch, tmp_path, whole)
   with pytest.raises(SystemExit, match=says):
-    run(monkeypatch, tmp_path, cut, fault=fault, generated=14)
+    run(monkeypatch, tmp_path, cut)
   written = cut.getvalue().rstrip("\n")
   assert 12 < len(written) < len(whole.getvalue())
   assert whole.getvalue().startswith(written)
@@ -141,5 +132,11 @@ def test_what_was_generated_is_not_lost(monkeypatch, tmp_path, fault, says):
 @pytest.mark.slow
 def test_a_fault_while_reading(monkeypatch, tmp_path):
   says = r"the device failed after 112 of 196 tokens had been read and 0 generated"
+
+  def progress(step, text):
+    if text == "57%":
+      raise GONE
+
+  monkeypatch.setattr(console.Step, "progress", progress)
   with pytest.raises(SystemExit, match=says):
-    run(monkeypatch, tmp_path, io.StringIO(), fault=GONE, read=100)
+    run(monkeypatch, tmp_path, io.StringIO())

@@ -142,15 +142,12 @@ def choose(names: tuple[str, ...], budget: int = 1024) -> tuple[str, ...]:
     ValueError: no method has this name, or these settings.
   """
   if names == ("all",):
-    names = tuple(name for name in kvjax.METHODS if not _repeats(name))
+    known = {name: kvjax.settings.usual(cls, 64) for name, cls in kvjax.METHODS.items()}
+    # What repeats a text wants it by itself, which the demo's prompts are not.
+    names = tuple(name for name, method in known.items() if not method.traits.repeats)
   for name in names:
     labels.instance(name, budget, "--methods")
   return ("full", *dict.fromkeys(name for name in names if name != "full"))
-
-
-def _repeats(name: str) -> bool:
-  """True if a method wants a text by itself, which the demo's prompts are not."""
-  return kvjax.settings.usual(kvjax.METHODS[name], 64).traits.repeats
 
 
 def chat(

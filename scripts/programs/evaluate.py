@@ -62,7 +62,6 @@ from kvjax.programs.evals.plan import Cell, Entry, Mode
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.run import Runner
 from kvjax.programs.evals.store import TRACES, traces
-from kvjax.programs.evals.task import Task
 from kvjax.runtime import processes
 
 VERSION = 3  # of the rows and what they mean
@@ -142,15 +141,11 @@ def labels(args: Args) -> list[str]:
 
 def listing() -> str:
   """Tasks and methods."""
-  tasks = [
-    (task.family, task.name, task.summary + ("" if _there(task) else ": not on this machine"))
-    for task in registry.TASKS.values()
-  ]
+  tasks = []
+  for task in registry.TASKS.values():
+    there = all(map(local.there, task.needs))
+    tasks.append((task.family, task.name, task.summary + ": not on this machine" * (not there)))
   return f"{console.table(('family', 'task', ''), tasks, left=(0, 1, 2))}\n\n{methods.listing()}"
-
-
-def _there(task: Task) -> bool:
-  return all(map(local.there, task.needs))
 
 
 def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -> dict[str, Any]:

@@ -336,7 +336,8 @@ def main(args: Args) -> int:
     path = folder / f"{table}.json"
     there = held(path)
     print(f"{i + 1} of {len(listed)}  {table}: {name}", flush=True)
-    if not args.again and ((table == "device" and there) or name in _names(there)):
+    names = {entry["shape"] for entry in there.get("entries", ())}
+    if not args.again and ((table == "device" and there) or name in names):
       print("    there already", flush=True)
       continue
     try:
@@ -352,11 +353,6 @@ def main(args: Args) -> int:
   if not args.dry_run:
     print(f"written to {folder}" + (", where kernels look" if args.out is None else ""))
   return 0
-
-
-def _names(there: dict[str, Any]) -> set[str]:
-  """Names of the shapes of a table."""
-  return {entry["shape"] for entry in there.get("entries", ())}
 
 
 if __name__ == "__main__":

@@ -60,10 +60,6 @@ def limits() -> dict[str, Any]:
       model(ids[:, :9], past_key_values=cache, position_ids=at)
     except RuntimeError as error:
       uneven = str(error)
-  return {"presses": _presses(library), "padded": padded, "uneven": uneven}
-
-
-def _presses(library: Any) -> int:
-  return sum(
-    isinstance(x, type) and issubclass(x, library.BasePress) for x in vars(library).values()
-  )
+  classes = [x for x in vars(library).values() if isinstance(x, type)]
+  presses = sum(issubclass(x, library.BasePress) for x in classes)
+  return {"presses": presses, "padded": padded, "uneven": uneven}

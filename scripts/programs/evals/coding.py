@@ -36,7 +36,8 @@ def cruxeval_o(count: Count, *, length: int, seed: int, index: int) -> Row:
 
 def _published(file: pathlib.Path, code: str, given: str) -> tuple[str, str]:
   """The published prompt of a function and its input, in two parts; its file is read, not run."""
-  functions = [node for node in ast.parse(file.read_text("utf-8")).body if _makes_it(node)]
+  tree = ast.parse(file.read_text("utf-8"))
+  functions = [x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == _MAKER]
   if len(functions) != 1:
     raise ValueError(f"{file}: found {len(functions)} functions {_MAKER}, expected one")
   text = next(node for node in ast.walk(functions[0]) if isinstance(node, ast.JoinedStr))
@@ -46,10 +47,6 @@ def _published(file: pathlib.Path, code: str, given: str) -> tuple[str, str]:
     for piece in text.values
   ]
   return parts[0], "".join(parts[1:])
-
-
-def _makes_it(node: ast.stmt) -> bool:
-  return isinstance(node, ast.FunctionDef) and node.name == _MAKER
 
 
 def humaneval(count: Count, *, length: int, seed: int, index: int) -> Row:

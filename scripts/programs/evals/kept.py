@@ -52,15 +52,11 @@ def summary(rows: Iterable[dict[str, Any]], by: Sequence[str]) -> list[dict[str,
   for key, mine in groups.items():
     each: dict[str, Any] = {**dict(zip(by, key, strict=True)), "n": len(mine)}
     for name in mine[0]:
-      if name in by or name == "index" or not all(_number(row.get(name)) for row in mine):
+      values = [row.get(name) for row in mine]
+      if name in by or name == "index" or not all(isinstance(x, int | float) for x in values):
         continue
-      values = [float(row[name]) for row in mine]
       each[name] = estimate(values) if name.startswith("score") else float(np.mean(values))
     if "answer" in mine[0]:
       each["same_answers"] = sum(row["answer"] == row["answer_of_kvpress"] for row in mine)
     found.append(each)
   return found
-
-
-def _number(value: Any) -> bool:
-  return isinstance(value, int | float)

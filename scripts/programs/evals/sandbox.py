@@ -60,17 +60,6 @@ def no_namespaces() -> str:
   return ""
 
 
-def ends(program: str) -> bool:
-  """True if a Python program comes to its end within the limits, without an error.
-
-  A program that knows how the two sides talk can pretend that it did; `passes` is for verdicts.
-
-  Raises:
-    PermissionError: this machine has not been said to run models' code.
-  """
-  return passes(program, "", _NOTHING, "f")
-
-
 def passes(program: str, head: str, test: str, name: str) -> bool:
   """Returns True if a function of a program passes tests, within the limits.
 

@@ -8,12 +8,18 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvjax.programs.evals import families
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.pictures.callouts import place
-from kvjax.programs.evals.pictures.look import SMALL, apart, name_axes, name_of, thousands
+from kvjax.programs.evals.pictures.look import (
+  SMALL,
+  apart,
+  logarithmic,
+  name_axes,
+  name_of,
+  thousands,
+)
 from kvjax.programs.evals.standing import FULL
 
 Measure = Callable[[Cost], float]
@@ -130,10 +136,7 @@ def _panel(
   axis.plot(*zip(*best, strict=True), color="0.8", linewidth=3, drawstyle="steps-post", zorder=1)
   axis.axhline(100 * board.full.score.mean, color="black", linewidth=0.8, zorder=2)
   if log:
-    axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    logarithmic(axis, 1, 2, 5)
     axis.set_xlabel(f"{axis.get_xlabel()}; logarithmic")
   axis.margins(x=0.12)
   axis.set_ylim(-4, 109)

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvjax.programs.evals.pictures.look import (
   SMALL,
@@ -13,6 +12,7 @@ from kvjax.programs.evals.pictures.look import (
   Styles,
   between,
   legend,
+  logarithmic,
   name_axes,
   sheet,
 )
@@ -76,10 +76,7 @@ def _means(axis: Axes, shown: dict[str, list[Any]], styles: Styles) -> None:
     )
     colour = styles.line(name)["color"]
     axis.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=colour, markersize=3)
-  axis.set_xscale("log")
-  axis.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-  axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-  axis.xaxis.set_minor_formatter(NullFormatter())
+  logarithmic(axis, 1, 3)
   axis.set_yticks(range(len(ranked)), ranked)
 
 

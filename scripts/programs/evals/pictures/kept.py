@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvjax.programs.evals.pictures.look import (
   SMALL,
@@ -13,6 +12,7 @@ from kvjax.programs.evals.pictures.look import (
   apart,
   between,
   legend,
+  logarithmic,
   name_axes,
   sheet,
 )
@@ -60,10 +60,7 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
         axis.plot(x, y, **style, label=method)
         ends = [score.low for score in scores], [score.high for score in scores]
         axis.vlines(x, *ends, color=style["color"], linewidth=0.8, alpha=0.6)
-    axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    axis.xaxis.set_minor_formatter(NullFormatter())
+    logarithmic(axis, 1, 2, 5)
     axis.set_ylim(-0.03, 1.03)
     n = between(s.score.n for s in here)
     many = f"{len(tasks)} tasks, {n} each" if len(tasks) > 1 else f"{tasks.pop()}, {n}"

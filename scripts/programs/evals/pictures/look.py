@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvjax.programs.evals.standing import FULL, aware_first
 
@@ -86,6 +87,14 @@ def name_axes(axis: Axes, x: str, y: str) -> None:
   axis.set_ylabel(y, fontsize=SMALL)
   axis.tick_params(labelsize=SMALL)
   axis.spines[["top", "right"]].set_visible(False)
+
+
+def logarithmic(axis: Axes, *multiples: float) -> None:
+  """A logarithmic horizontal axis with plain numbers at these multiples of powers of ten."""
+  axis.set_xscale("log")
+  axis.xaxis.set_major_locator(LogLocator(subs=multiples))
+  axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+  axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 def legend(figure: Figure, axes: Iterable[Axes]) -> None:

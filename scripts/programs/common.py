@@ -157,16 +157,11 @@ def run(
     given: what they typed after it; by default the command line.
   """
   with one_line_errors():
-    parsed = parse(args, command or _started(main), given)
+    parsed = parse(args, command or f"python -m {main.__globals__['__spec__'].name}", given)
     with _connected(parsed):
       status = main(parsed)
   if status:
     sys.exit(status)
-
-
-def _started(main: Callable) -> str:
-  """The command that starts the module of `main` by `python -m`."""
-  return f"python -m {main.__globals__['__spec__'].name}"
 
 
 # What arguments, files and weights can be to blame for.

@@ -173,12 +173,11 @@ def _standing(
   if compared:
     score = mean_of([estimates[task] for task in tasks])
     gap = mean_of(
-      [paired([_less(cells, whole, task, x) for x in sorted(prompts[task])]) for task in tasks]
+      [
+        paired([mine[x]["score"] - full[x]["score"] for x in sorted(prompts[task])])
+        for task, mine, full in ((task, cells[task], whole[task]) for task in tasks)
+      ]
     )
   for task in followed:
     kl = estimate([cells[task][x]["also"]["kl"] for x in listed[task]], shares=False)
   return Standing(*who, estimates, kl, score, gap, prompts)
-
-
-def _less(cells: Cells, whole: Cells, task: str, prompt: str) -> float:
-  return cells[task][prompt]["score"] - whole[task][prompt]["score"]

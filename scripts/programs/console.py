@@ -99,11 +99,10 @@ def step(text: str, out: TextIO | None = None, *, fleeting: bool = False) -> Ste
   return Step(text, out or sys.stdout, fleeting)
 
 
-def heading(text: str, out: TextIO | None = None) -> None:
+def heading(text: str) -> None:
   """A blank line and a title, bold on a terminal."""
-  out = out or sys.stdout
-  bold, plain = ("\x1b[1m", "\x1b[0m") if out.isatty() else ("", "")
-  print(f"\n{bold}{text}{plain}", file=out, flush=True)
+  bold, plain = ("\x1b[1m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+  print(f"\n{bold}{text}{plain}", flush=True)
 
 
 class Streamer:

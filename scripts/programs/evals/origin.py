@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -229,9 +230,5 @@ def _imported(module: str) -> set[str]:
       with contextlib.suppress(ImportError, ValueError):
         base = importlib.util.resolve_name(relative, package) if node.level else relative
         names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
-  return names | {parent for name in names for parent in _parents(name)}
-
-
-def _parents(name: str) -> Iterator[str]:
-  while name := name.rpartition(".")[0]:
-    yield name
+  parts = (name.split(".") for name in names)
+  return {name for each in parts for name in itertools.accumulate(each, "{}.{}".format)}

@@ -51,8 +51,10 @@ def read(
   """Logits and caches after the contexts, with room for the rest; rows after the pairs are idle."""
   contexts = [list(context) for context, _ in pairs]
   idle: list[list[int]] = [[]] * (batch - len(contexts))
-  tokens, lengths = pad([*contexts, *idle], multiple=1)
-  caches = empty(model, method, batch, max(map(_room, pairs)))
+  size = max(map(_room, pairs))
+  alone = all(len(context) == 1 for context in contexts)
+  tokens, lengths = pad([*contexts, *idle], multiple=1 if alone else size)
+  caches = empty(model, method, batch, size)
   return prefill(model, tokens, lengths, caches, method, past=0)
 
 

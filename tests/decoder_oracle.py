@@ -4,12 +4,13 @@ Layers and positions count from 1, as in the papers.
 """
 
 import fractions
+import functools
 import math
 
 import numpy as np
 
 from kvjax.testing.layer import rotate, softmax_average
-from kvjax.testing.tiny import CONFIG, model
+from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 
 
 def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous", decoder=None):
@@ -34,6 +35,15 @@ def logits(tokens, prompt, *, sees=None, frozen=None, kv="previous", decoder=Non
     ]
     x, k, v = _layer(layer, number, x, k, v, still, sees, kv)
   return _norm(decoder.norm, x) @ _array(decoder.embedding).T
+
+
+def check(method, steps, *, sees=None, frozen=None, kv="previous"):
+  """A prompt and steps of the tiny decoder's both rows; `frozen` takes a row's length as well."""
+  out = Run(method).generate(steps)
+  for b, n in enumerate(LENGTHS):
+    still = frozen and functools.partial(frozen, total=n)
+    want = logits(TOKENS[b, : n + steps], n, sees=sees, frozen=still, kv=kv)
+    np.testing.assert_allclose(out[b], want[n - 1 :], atol=CLOSE)
 
 
 def _layer(layer, number, x, old_k, old_v, still, sees, kv):

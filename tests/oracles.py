@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kvjax.testing.layer import capped, rotate
+from kvjax import Env
+from kvjax.testing.layer import Layer, capped, rotate
 
 
 def queries(stream, b, h, t, place=None):
@@ -63,6 +64,13 @@ def held(cache, b, h):
   return sorted(pos[pos >= 0].tolist())
 
 
+def begun(method, stream, lengths, **how):
+  """A layer that has read a prompt of each row."""
+  layer = Layer(method, stream, **how)
+  layer.prefill(lengths)
+  return layer
+
+
 def read_prompt(layer, lengths, seen, atol=3e-6, places=None):
   """A prompt each of whose tokens t attends to seen(b, h, t), in every head."""
   out = layer.prefill(lengths)
@@ -73,7 +81,53 @@ def read_prompt(layer, lengths, seen, atol=3e-6, places=None):
       np.testing.assert_allclose(out[b, h, :, t], want, atol=atol)
 
 
-def follow(layer, lengths, steps, kept, attends=None, atol=5e-6, cap=None, places=None):
+def generation(method, stream, lengths, steps, prompt, step, cap=None, holds=held):
+  """A prompt of which each head keeps the list prompt(b, h, n), and steps that change the list.
+
+  step(kept, b, h, t) puts token t into it, for which another one may have to leave.
+  """
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  layer = begun(method, stream, lengths, capacity=stream.k.shape[2], env=env)
+  heads = range(stream.k.shape[1])
+  lists = {(b, h): prompt(b, h, n) for b, n in enumerate(lengths) for h in heads}
+  for at, kept in lists.items():
+    assert holds(layer.cache, *at) == sorted(kept)
+
+  def changed(b, h, t):
+    step(lists[b, h], b, h, t)
+    return lists[b, h]
+
+  follow(layer, lengths, steps, changed, cap=cap, holds=holds)
+
+
+def in_turn(budget, stay):
+  """Steps that take, of as many tokens as the budget, the oldest which is not in stay[b, h]."""
+
+  def step(kept, b, h, t):
+    if len(kept) == budget:
+      kept.remove(min(set(kept).difference(stay[b, h])))
+    kept.append(t)
+
+  return step
+
+
+def further_turn(method, stream, lengths, steps, more):
+  """A prompt, steps, and a turn of `more` tokens, which is cut with what was held.
+
+  Yields row, head, the positions held and new, how many tokens were seen, and what is held then.
+  """
+  layer = begun(method, stream, lengths, capacity=stream.k.shape[2])
+  for step in range(steps):
+    layer.decode([n + step for n in lengths])
+  start = [n + steps for n in lengths]
+  before = {at: held(layer.cache, *at) for at in np.ndindex(stream.k.shape[:2])}
+  layer.prefill(more, start=start, past=None)
+  for (b, h), past in before.items():
+    seen = start[b] + more[b]
+    yield b, h, [*past, *range(start[b], seen)], seen, held(layer.cache, b, h)
+
+
+def follow(layer, lengths, steps, kept, attends=None, atol=5e-6, cap=None, places=None, holds=held):
   """Steps after a prompt, each of which holds the positions kept(b, h, t) and attends to them.
 
   It is asked after a step, row by row and head by head; outputs are compared in every query head.
@@ -81,13 +135,14 @@ def follow(layer, lengths, steps, kept, attends=None, atol=5e-6, cap=None, place
   Args:
     attends: (b, h, t) -> positions attended to, where these are not all that are kept.
     places: positions -> where keys are rotated to, the query where the last of them is.
+    holds: (cache, b, h) -> positions that a head's slots hold, in order.
   """
   for step in range(steps):
     at = [n + step for n in lengths]
     out, aux = layer.decode(at)
     for b, h in np.ndindex(out.shape[:2]):
       want = sorted(kept(b, h, at[b]))
-      assert held(layer.cache, b, h) == want, (b, h, step)
+      assert holds(layer.cache, b, h) == want, (b, h, step)
       want = attends(b, h, at[b]) if attends else want
       assert aux["visited"][b, h] == len(want)
       exact = attend(layer.stream, b, h, at[b], want, cap, places and places(want))

@@ -13,19 +13,17 @@ import kvjax
 from kvjax import (
   AdaKV,
   CacheSpec,
-  Env,
   ExpectedAttention,
   PromptScored,
   PyramidKV,
   SnapKV,
   plan_memory,
 )
-from kvjax.core.leaves import Layout
 from kvjax.ops import shared_slots
 from kvjax.runtime.sharding import init_caches
 from kvjax.testing import LAWS, Case
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend
+from kvjax.testing.layer import Stream
+from tests.oracles import begun, generation, in_turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,42 +92,6 @@ def test_worked_example():
   assert [lengths(x, True) for x in (0.0, 0.2, 0.5, 1.0)] == [[1, 3], [1, 2], [2, 2], [2, 2]]
 
 
-def test_slots_by_hand():
-  """Heads that keep tokens 2, and 0 and 1: one array of three slots, and back."""
-  pos = jnp.array([[[0, 1, 2], [0, 1, 2]]])
-  order = jnp.array([[[2, 0, 1], [0, 1, 2]]])
-  count, place = jnp.array([[1, 2]]), jnp.array([[[[0, 1], [1, 2]]]])
-
-  @jax.jit
-  def both(pos):
-    kept = shared_slots.packed({"pos": pos, "x": 10 * pos}, order, count, place, 3)
-    rows = {"seen": jnp.array([3]), "used": jnp.array([1])}
-    cache = kvjax.Cache(kept, {"place": place[0]}, rows, Layout.SHARED)
-    return kept, shared_slots.by_head(cache)
-
-  kept, apart = both(pos)
-  assert kept["pos"].tolist() == [[[2, 0, 1]]] and kept["x"].tolist() == [[[20, 0, 10]]]
-  assert apart["pos"].tolist() == [[[2, -1, -1], [0, 1, -1]]]
-
-
-@pytest.mark.slow
-def test_an_override_is_the_same_under_kernels():
-  """Each head gives up its first slot, whatever it holds."""
-
-  @dataclasses.dataclass(frozen=True)
-  class First(AdaKV):
-    def victim(self, at, cache):
-      return cache.heads["place"][..., 0]
-
-  stream, outs = skewed(7), []
-  for method, impl in ((First, "reference"), (First, "pallas"), (AdaKV, "reference")):
-    layer = Layer(method(Given(7, 2)), stream, env=Env(4, impl=impl, tile=4))
-    layer.prefill([22, 9])
-    outs.append([layer.decode([22 + i, 9 + i])[0] for i in range(3)][-1])
-  np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)
-  assert np.abs(outs[2] - outs[0]).max() > 0.01
-
-
 CASES = {
   "exact": AdaKV(Given(7, 2)),
   "half": AdaKV(Given(9, 2), 0.5),
@@ -150,53 +112,33 @@ def skewed(seed, **sizes):
 @pytest.mark.parametrize("method", CASES.values(), ids=CASES)
 def test_prompt_then_long_decode(method):
   """Kept tokens, outputs over them, and which leaves, in every head and at every step."""
-  stream, prompts = skewed(1, tokens=64), [23, 5]
-  layer = Layer(method, stream)
-  layer.prefill(prompts)
+  stream, stay, rooms = skewed(1, tokens=64), {}, {}
   n, window = method.base.budget, method.base.window_size
-  scores, kept = np.abs(stream.v[..., 0]), {}
-  for b, t in enumerate(prompts):
-    rows = [scores[b, h, :t].tolist() for h in range(3)]
+  scores = np.abs(stream.v[..., 0])
+
+  def prompt(b, h, t):
+    rows = [scores[b, i, :t].tolist() for i in range(3)]
     lengths = lengths_of(rows, n, window, method.safeguard, method.rounded)
-    if t > n and not method.rounded:
-      assert sum(lengths) == 3 * n
-    for h in range(3):
-      room = lengths[h] if t > n else n
-      kept[b, h] = *kept_of(rows[h], lengths[h], min(window, t)), room
-  for step in range(20):
-    at = [t + step for t in prompts]
-    out, aux = layer.decode(at)
-    found = held(layer.cache)
-    for (b, h), (stay, turn, room) in kept.items():
-      if len(stay) + len(turn) == room:
-        turn.pop(0)
-      turn.append(at[b])
-      assert sorted(found[b][h]) == sorted(stay + turn)
-      assert aux["visited"][b, h] == len(stay) + len(turn)
-      np.testing.assert_allclose(out[b, h], attend(stream, b, h, at[b], stay + turn), atol=3e-6)
+    assert t <= n or method.rounded or sum(lengths) == 3 * n
+    rooms[b, h] = lengths[h] if t > n else n
+    stay[b, h], turn = kept_of(rows[h], lengths[h], min(window, t))
+    return stay[b, h] + turn
+
+  def step(kept, b, h, t):
+    in_turn(rooms[b, h], stay)(kept, b, h, t)
+
+  def holds(cache, b, h):
+    return sorted(held(cache)[b][h])
+
+  generation(method, stream, [23, 5], 20, prompt, step, holds=holds)
   if method.safeguard != 1:
-    assert len({len(x) for x in found[0]}) > 1  # heads differ
-
-
-def test_a_safeguard_of_one_is_the_base():
-  stream = skewed(2)
-  layers = Layer(AdaKV(SnapKV(9, 3), 1), stream), Layer(SnapKV(9, 3), stream)
-  for layer in layers:
-    layer.prefill([30, 7])
-  for step in range(5):
-    outs = [layer.decode([30 + step, 7 + step])[0] for layer in layers]
-    np.testing.assert_allclose(outs[0], outs[1], atol=2e-6)
-    one, other = (held(layer.cache) for layer in layers[:1]), np.asarray(layers[1].cache.pos)
-    for b, row in enumerate(next(one)):
-      for h, found in enumerate(row):
-        assert sorted(found) == sorted(other[b, h][other[b, h] >= 0].tolist())
+    assert len({rooms[0, h] for h in range(3)}) > 1  # heads differ
 
 
 def test_a_later_turn_ranks_what_each_head_holds():
   """Pools of 3·7: tokens cached of each head compete with the new ones; a row stays as it was."""
   method, stream = AdaKV(Given(7, 2)), skewed(3, tokens=50)
-  layer = Layer(method, stream)
-  layer.prefill([23, 20])
+  layer = begun(method, stream, [23, 20])
   layer.decode([23, 20])
   before = held(layer.cache)
   layer.prefill([6, 0], [24, 21], tokens=6, past=None)
@@ -230,8 +172,7 @@ def test_scores_of_other_methods(base):
       return found
 
   told = Told(**{f.name: getattr(base, f.name) for f in dataclasses.fields(base)})
-  layer = Layer(AdaKV(told, 0.3), stream)
-  layer.prefill([33, 28])
+  layer = begun(AdaKV(told, 0.3), stream, [33, 28])
   jax.effects_barrier()
   n, found = base.capacity(layer.spec, 1), held(layer.cache)
   for b, t in enumerate([33, 28]):
@@ -256,8 +197,7 @@ def test_kept_tokens_are_those_of_kvpress(case):
   stream = Stream.random(0, batch=1, kv_heads=heads, groups=1, tokens=tokens)
   stream.v[0, :, :, 0] = np.argsort(np.argsort(skewed.ravel())).reshape(heads, tokens) + 1
   base = Given(case["budget"], case["window_size"])
-  layer = Layer(AdaKV(base, case["safeguard"]), stream)
-  layer.prefill([tokens])
+  layer = begun(AdaKV(base, case["safeguard"]), stream, [tokens])
   assert held(layer.cache)[0] == case["kept"]
 
 
@@ -273,30 +213,13 @@ def test_bytes_are_those_of_the_budgets():
   assert rounded[0].size == 6 * 64 + 3  # half a slot a head, at most
 
 
-@pytest.mark.parametrize("pools", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_kernel_reads_spans_of_shared_slots(pools):
-  """Interpreted, over a prompt, tokens that fill a short row, and evictions."""
-  stream = skewed(5, kv_heads=6)
-  layers = [
-    Layer(AdaKV(Given(9, 2), pools=pools), stream, env=Env(4, impl=impl, tile=4))
-    for impl in ("reference", "pallas")
-  ]
-  for layer in layers:
-    layer.prefill([22, 6])
-  for step in range(7):
-    (want, _), (out, _) = (layer.decode([22 + step, 6 + step]) for layer in layers)
-    np.testing.assert_allclose(out, want, atol=2e-5)
-
-
 def test_pools_of_heads():
   """Two pools of two heads give what two layers of two heads give."""
   stream = skewed(6, kv_heads=4)
-  whole = Layer(AdaKV(Given(7, 2), pools=2), stream)
-  whole.prefill([22, 9])
+  whole = begun(AdaKV(Given(7, 2), pools=2), stream, [22, 9])
   for i in range(2):
     part = Stream(*(x[:, 2 * i : 2 * i + 2] for x in (stream.q, stream.k, stream.v)))
-    layer = Layer(AdaKV(Given(7, 2)), part)
-    layer.prefill([22, 9])
+    layer = begun(AdaKV(Given(7, 2)), part, [22, 9])
     found, want = held(whole.cache), held(layer.cache)
     assert [row[2 * i : 2 * i + 2] for row in found] == want
 
@@ -304,7 +227,8 @@ def test_pools_of_heads():
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_pools_split_over_devices():
   case = Case(AdaKV, (("pools", 2),))
-  LAWS["heads_sharded_over_two_devices"](case)
+  for law in ("heads_sharded_over_two_devices", "pallas_equals_reference_in_a_layer"):
+    LAWS[law](case)
   spec, mesh = CacheSpec(1, 64, 4, 1, 16, 2), kvjax.make_mesh(2)
   for refused in (plan_memory, init_caches):
     args = (spec, AdaKV(SnapKV(40))) if refused is plan_memory else (AdaKV(SnapKV(40)), spec)

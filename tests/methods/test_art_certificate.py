@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import ART, PSAW, Cache, CacheSpec, Carry, Env, Full, Prompt, Quantised, Rope
+from kvjax import ART, PSAW, Cache, CacheSpec, Carry, Env, Full, Prompt, Quantised, Rope, SnapKV
 from kvjax.families import sight
 from kvjax.methods.art.certificate import unread_mass
 from kvjax.methods.art.splits import Walked
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream, capped, rotate, softmax_average
-from tests.oracles import keys
+from tests.oracles import begun, keys
 
 B, K, G, S, H, TILE = 512, 2, 2, 24, 4, 2
 
@@ -85,49 +85,51 @@ def adversary(kind, seed):
   return *(x.astype(np.float32) for x in (q, k, v)), length.astype(np.int32)
 
 
+def stopped(kind, seed, method, impl, dtype=jnp.float32, cap=None):
+  """How many walks of an adversary stop early, of which none is off by more than ε·max‖v‖."""
+  q, k, v, length = adversary(kind, seed)
+  k, v = (jnp.asarray(x, dtype) for x in (k, v))
+  o, tiles = runner(method, impl, cap)(q, k, v, length)
+  q, k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v))
+  want, most = exact(q, k, v, length, cap)
+  error, most = np.linalg.norm(np.asarray(o, np.float64) - want, axis=-1), most[..., None]
+  # Beside the bound: rounding of the output, of logits in the output, and of the kernel's weights
+  # to the dtype of the values, by half a unit in the last of 8 bits.
+  logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
+  logits = logits if cap is None else np.minimum(logits, 2 * cap)
+  weights = 2.0**-8 if (impl, dtype) == ("pallas", jnp.bfloat16) else 0
+  allowed = method.certify + 4e-6 + 4 * logits + weights
+  assert (error <= allowed * most).all(), (error - method.certify * most).max()
+  return (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
+
+
+KINDS = ["any scale", "tight", "hidden", "cancelling", "huge"]
+
+
 @pytest.mark.rest(5)
 @pytest.mark.core(1)
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
-@pytest.mark.parametrize("kind", ["any scale", "tight", "hidden", "cancelling", "huge"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_violation_in_many_adversarial_cases(kind, impl, dtype, stop):
   """2,048 query heads for each ε, of float32 queries over a cache of either dtype."""
-  stopped = 0
   every = (1e-4, 0.02, 0.3, 1.0, 1.9)  # each is a kernel, and takes seconds to compile
-  for seed, eps in enumerate(every if impl == "reference" else every[1:4:2]):
-    q, k, v, length = adversary(kind, seed)
-    k, v = (jnp.asarray(x, dtype) for x in (k, v))
-    o, tiles = runner(ART(tile=TILE, certify=eps, stop=stop), impl)(q, k, v, length)
-    q, k, v = (np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v))
-    want, most = exact(q, k, v, length)
-    error, most = np.linalg.norm(np.asarray(o, np.float64) - want, axis=-1), most[..., None]
-    # Beside the bound: rounding of the output, of logits in the output, and of the kernel's weights
-    # to the dtype of the values, by half a unit in the last of 8 bits.
-    logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
-    weights = 2.0**-8 if (impl, dtype) == ("pallas", jnp.bfloat16) else 0
-    allowed = eps + 4e-6 + 4 * logits + weights
-    assert (error <= allowed * most).all(), (error - eps * most).max()
-    stopped += (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
-  assert stopped > 500
+  every = every if impl == "reference" else every[1:4:2]
+  methods = [ART(tile=TILE, certify=eps, stop=stop) for eps in every]
+  assert sum(stopped(kind, seed, m, impl, dtype) for seed, m in enumerate(methods)) > 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
-@pytest.mark.parametrize("kind", ["any scale", "tight", "hidden", "cancelling", "huge"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_violation_under_a_soft_cap(kind, impl):
   """Caps that most logits reach, and one that few do."""
-  stopped = 0
-  for seed, (eps, cap) in enumerate([(0.3, 0.5), (0.3, 4.0), (1.0, 4.0), (0.02, 50.0)]):
-    q, k, v, length = adversary(kind, seed)
-    o, tiles = runner(ART(tile=TILE, certify=eps), impl, cap)(q, k, v, length)
-    want, most = exact(q, k, v, length, cap)
-    error, most = np.linalg.norm(np.asarray(o, np.float64) - want, axis=-1), most[..., None]
-    logits = 1e-6 * np.abs(np.einsum("bkgh,bksh->bkgs", q, k)).max(-1) / np.sqrt(H)
-    allowed = eps + 4e-6 + 4 * np.minimum(logits, 2 * cap)
-    assert (error <= allowed * most).all(), (error - eps * most).max()
-    stopped += (np.asarray(tiles) < -(-length // TILE)[:, None, None]).sum()
-  assert stopped > 500
+  capped_ = enumerate([(0.3, 0.5), (0.3, 4.0), (1.0, 4.0), (0.02, 50.0)])
+  found = [
+    stopped(kind, seed, ART(tile=TILE, certify=eps), impl, cap=cap) for seed, (eps, cap) in capped_
+  ]
+  assert sum(found) > 500
 
 
 def test_the_bound_is_nearly_reached():
@@ -180,8 +182,7 @@ def test_over_a_window():
     "all": ART(base, tile=4, certify=0.0),
     "some": ART(base, tile=2, certify=1.5),
   }.items():
-    layer = Layer(method, stream, layer=3)
-    layer.prefill([30, 21])
+    layer = begun(method, stream, [30, 21], layer=3)
     outputs[name] = layer.decode([30, 21])
   np.testing.assert_allclose(outputs["all"][0], outputs["base"][0], atol=1e-5)
   np.testing.assert_array_equal(outputs["all"][1]["visited"], outputs["base"][1]["visited"])
@@ -195,31 +196,33 @@ def test_first_tokens_are_read_whatever_they_weigh():
   stream = Stream.random(3, tokens=40)
   stream.q[:], stream.k[:, :, :30] = 0, 0
   method = ART(PSAW(sinks=3, phi=0.5, start=0.0), tile=4, certify=1.99)
-  layer = Layer(method, stream, layer=3)
-  layer.prefill([30, 21])
+  layer = begun(method, stream, [30, 21], layer=3)
   _, aux = layer.decode([30, 21])
   np.testing.assert_array_equal(aux["tiles"], 2)
 
 
-def test_a_needle_is_found_wherever_it_lies():
-  """What the detector misses from the end of the cache, bounds point at."""
+def test_where_a_walk_begins_decides_what_it_can_miss():
+  """A dominant tile: missed from the end; found by score, by bounds, and among first tokens."""
   stream = Stream.random(5, batch=1, kv_heads=1, groups=2, tokens=48, head_dim=16)
   stream.q[:], stream.k[:], stream.v[:] = 0, 0, 1
   stream.q[..., 7] = 8  # a channel that positions hardly turn
   stream.k[:, :, 2, 7], stream.v[:, :, 2] = 8, -1
-  found = {}
+  found, read, cut = {}, {}, SnapKV(40, window_size=2, pool=1)
+  detector = {"tau": 1e-3, "phi": 1e-3, "patience": 2, "tile": 4, "splits": 1}
   for name, method in {
-    "detected": ART(tau=1e-3, phi=1e-3, patience=2, tile=4, splits=1),
+    "detected": ART(**detector),
+    "after first tokens": ART(**detector, sinks=4),
+    "by score": ART(cut, **detector),
     "certified": ART(tile=4, certify=0.05),
     "dense": Full(),
+    "cut": cut,
   }.items():
-    layer = Layer(method, stream)
-    layer.prefill([44])
+    layer = begun(method, stream, [44])
     out, aux = layer.decode([44])
-    found[name] = out.mean()
-    if name == "certified":
-      assert np.asarray(aux["tiles"]).max() < 6
-  assert found["detected"] > 0.99 and abs(found["certified"] - found["dense"]) < 0.05
+    found[name], read[name] = out.mean(), np.asarray(aux.get("tiles", 0)).max()
+  assert found["detected"] > 0.99 and found["after first tokens"] < 0.5 > found["dense"]
+  assert abs(found["certified"] - found["dense"]) < 0.05 > abs(found["by score"] - found["cut"])
+  assert read["certified"] < 6 and read["after first tokens"] == 3
 
 
 @pytest.mark.slow
@@ -253,8 +256,7 @@ def test_the_first_tile_is_as_unread_as_any():
 
 def test_bounds_of_a_further_turn_begin_with_its_first_token():
   """Whose page the turn before has begun."""
-  layer = Layer(ART(tile=4, certify=0.1), Stream.random(0))
-  layer.prefill([7, 9])
+  layer = begun(ART(tile=4, certify=0.1), Stream.random(0), [7, 9])
   layer.prefill([6, 3], start=[7, 9], past=None)
   k, heads = np.asarray(layer.cache.slots["k"]), layer.cache.heads
   for b, used in enumerate((13, 12)):

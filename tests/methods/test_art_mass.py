@@ -3,28 +3,20 @@
 import numpy as np
 import pytest
 
-from kvjax import ART, Env, SnapKV
-from kvjax.testing.layer import Layer, Stream
+from kvjax import ART, Env
+from kvjax.testing.layer import Stream
 from tests.methods.art_walks import walk
-from tests.oracles import keys, queries
+from tests.oracles import begun, keys, probabilities, queries, softmax
 
 TILE, EVERY = 4, 5
 
 
-def weights(q, k):
-  x = k @ q / np.sqrt(len(q))
-  e = np.exp(x - x.max())
-  return e / e.sum()
-
-
-def begun(stream, b, h, length, tiles):
+def prompts_mass(stream, b, h, length, tiles):
   """Mean mass of the last 32 queries of a prompt and their heads, by tile."""
   mass, last = np.zeros(tiles), range(max(0, length - 32), length)
   for at in last:
-    k, q = keys(stream, b, h, np.arange(at + 1)), queries(stream, b, h, at)
-    for x in q:
-      for position, share in enumerate(weights(x, k)):
-        mass[position // TILE] += share / len(q) / len(last)
+    share = probabilities(stream, b, h, at, range(at + 1)).mean(0) / len(last)
+    np.add.at(mass, np.arange(at + 1) // TILE, share)
   return mass
 
 
@@ -35,11 +27,13 @@ def test_tiles_by_mass_against_a_loop(stop, sinks):
   how = {"tau": 0.7, "phi": 0.5, "patience": 1, "stop": stop, "sinks": sinks}
   method = ART(tile=TILE, by_mass=EVERY, **how)
   stream, lengths = Stream.random(3, tokens=70, head_dim=48), [51, 22]
-  layer = Layer(method, stream, capacity=70)
-  layer.prefill(lengths)
+  layer = begun(method, stream, lengths, capacity=70)
   held = np.asarray(layer.cache.heads["mass"])
   mass = np.array(
-    [[begun(stream, b, h, lengths[b], held.shape[2]) for h in range(held.shape[1])] for b in (0, 1)]
+    [
+      [prompts_mass(stream, b, h, lengths[b], held.shape[2]) for h in range(held.shape[1])]
+      for b in (0, 1)
+    ]
   )
   np.testing.assert_allclose(held, mass, atol=1e-5)
   shorter = whole = close = 0
@@ -68,9 +62,9 @@ def test_tiles_by_mass_against_a_loop(stop, sinks):
       np.testing.assert_allclose(out[b, h], want, atol=2e-5)
       share, ends = np.zeros((3, held.shape[2])), np.cumsum(sizes)
       for g in range(3):
-        w = weights(q[g], k[: ends[steps[g] - 1]])
-        for s, x in zip(flat, w, strict=False):
-          share[g, s // TILE] += x
+        seen = ends[steps[g] - 1]
+        w = softmax(k[:seen] @ q[g] / np.sqrt(len(q[g])))
+        np.add.at(share[g], np.array(flat[:seen]) // TILE, w)
       read = order[: steps.max()]
       expected = before[b, h].copy()
       expected[read] = (expected[read] + share.max(0)[read]) / 2
@@ -80,13 +74,7 @@ def test_tiles_by_mass_against_a_loop(stop, sinks):
   assert close <= 2 and shorter >= 5 and whole >= 2
 
 
-def test_what_an_order_by_mass_asks_for():
-  for kwargs in ({"margin": 2}, {"certify": 0.1}):
-    with pytest.raises(ValueError, match=r"ART\.by_mass: found 4, expected None with certify or m"):
-      ART(by_mass=4, **kwargs)
-  with pytest.raises(ValueError, match=r"ART\.by_mass: found base .*, expected one that keeps ev"):
-    ART(SnapKV(24, window_size=4), by_mass=4)
-  layer = Layer(ART(by_mass=4), Stream.random(0, tokens=30), env=Env(4, impl="pallas"))
-  layer.prefill([9, 5])
+def test_kernels_have_no_mass_of_tiles():
+  layer = begun(ART(by_mass=4), Stream.random(0, tokens=30), [9, 5], env=Env(4, impl="pallas"))
   with pytest.raises(NotImplementedError, match=r"art: ART asks for the mass of tiles \(by_mass\)"):
     layer.decode([9, 5])

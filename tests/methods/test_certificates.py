@@ -1,8 +1,6 @@
 """The diagnostics by hand, and the bounds of PrHS on random, extreme and real activations."""
 
-import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope, Wrapper
+from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope
 from kvjax.analysis import certificates as c
-from kvjax.models.decode.generate import join, prefill, split
-from kvjax.models.io import convert
 from kvjax.testing.layer import Layer, Stream
+from tests.activations import activations
 from tests.cis_oracle import wandering
+from tests.oracles import begun
 
 SCALES = [0.0, 1e-6, 0.1, 1.0, 10.0, 1e4]
 
@@ -201,8 +199,7 @@ def test_freezing_bound_holds(seed, scale, change):
 
 
 def test_measured_full_drops_nothing():
-  layer = Layer(Measured(Full()), Stream.random(0))
-  layer.prefill([20, 5])
+  layer = begun(Measured(Full()), Stream.random(0), [20, 5])
   _, aux = layer.decode([20, 5])
   np.testing.assert_array_equal(aux["dropped"], 0)
   np.testing.assert_array_equal(aux["overlap"], 1)
@@ -254,36 +251,9 @@ def test_measured_needs_every_token():
 STEPS = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorded(Wrapper):
-  """Reports the queries of every step, and all keys and values, as they are cached."""
-
-  def observe(self, at, cache, q, plan, attended):
-    cache, aux = self.base.observe(at, cache, q, plan, attended)
-    return cache, {**aux, "q": q, "k": cache.slots["k"], "v": cache.slots["v"]}
-
-
 @pytest.fixture(scope="module")
 def real(smollm2):
-  """The last STEPS queries [L, K, G, STEPS, H] of a text; its keys and values [L, K, T, H]."""
-  model, _ = convert.load(smollm2, dtype=jnp.float32, impl="reference")
-  with np.load(pathlib.Path(__file__).parents[1] / "goldens" / "smollm2.npz") as stored:
-    tokens = stored["tokens"][:1]
-  method, size = Recorded(Full()), tokens.shape[1]
-  graph, leaves = split(model)
-
-  @functools.partial(jax.jit, donate_argnums=2)
-  def step(leaves, token, caches):
-    return join(graph, leaves).decode(token, caches, method, with_aux=True)
-
-  caches = method.init_caches(model.spec(1, size))
-  _, caches = prefill(model, tokens[:, : size - STEPS], [size - STEPS], caches, method)
-  queries = []
-  for i in range(size - STEPS, size):
-    _, caches, aux = step(leaves, tokens[:, i], caches)
-    queries.append(np.stack([layer["q"][0] for layer in aux]))
-  keys, values = (np.stack([layer[name][0] for layer in aux]) for name in ("k", "v"))
-  return np.stack(queries, 3), keys, values
+  return activations(smollm2, STEPS)
 
 
 @pytest.mark.slow
@@ -330,8 +300,9 @@ def test_what_cis_leaves_out_of_real_attention(real):
 
   def measure(method):
     still = Env(4, Rope(scaling=Linear(1e30)), impl="reference", tile=4)
-    layer = Layer(Measured(method), stream, capacity=size, layer=3, env=still)
-    layer.prefill([size - STEPS] * layers)
+    layer = begun(
+      Measured(method), stream, [size - STEPS] * layers, capacity=size, layer=3, env=still
+    )
     reports = [layer.decode([t] * layers)[1] for t in range(size - STEPS, size)]
     names = "retrieved", "visited", "overlap", "dropped"
     report = {name: np.stack([x[name] for x in reports])[:, None] for name in names}

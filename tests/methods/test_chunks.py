@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CPE, ETF, H2O, Active, Full, Prompt
+from kvjax import ETF, Active, Full, Prompt
 from kvjax.core import chunks
-from kvjax.testing.tiny import Run, model
+from kvjax.testing.tiny import model
 from tests.compiled import compiled
 
 T = 23
@@ -117,42 +117,6 @@ def by_index(cls):
   """The same method, which names its tokens one by one."""
   own = type("ByIndex", (cls,), {"active": gathered})
   return dataclasses.dataclass(frozen=True)(own)
-
-
-def read(method, lengths):
-  turn = Run(method)
-  logits = turn.prefill(np.array(lengths, np.int32), width=T)
-  return logits, turn.caches
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("lengths", [(23, 14), (23, 0), (1, 3), (4, 5)])
-@pytest.mark.parametrize(
-  ("cls", "options"),
-  [
-    (ETF, {"sinks": 4, "psi": 0.3}),
-    (ETF, {"sinks": 0, "psi": 0.05, "kv": "previous"}),
-    (CPE, {"k": 6, "sinks": 2, "local": 4, "psi": 0.2}),
-    (ETF, {"base": H2O(budget=9), "sinks": 1, "psi": 0.4, "kv": "previous"}),
-  ],
-)
-def test_slices_are_what_indices_give(cls, options, lengths):
-  """To the bit: logits, and all that is cached of real tokens."""
-  options = {**options, "start": 0.25}
-  (logits, caches), (want, others) = (read(of(**options), lengths) for of in (cls, by_index(cls)))
-  for b, n in enumerate(lengths):
-    if n:
-      np.testing.assert_array_equal(logits[b], want[b])
-    for cache, other in zip(caches, others, strict=True):
-      shelves = zip(real(cache, b), real(other, b), strict=True)
-      jax.tree.map(np.testing.assert_array_equal, *zip(*shelves, strict=True))
-
-
-def real(cache, row):
-  """What a row's cache holds, but for slots that are empty."""
-  held = np.asarray(cache.pos[row]) >= 0
-  slots = {name: np.asarray(x[row])[held] for name, x in cache.slots.items()}
-  return [slots, *(jax.tree.map(lambda x: x[row], shelf) for shelf in (cache.heads, cache.rows))]
 
 
 @pytest.mark.core(2)

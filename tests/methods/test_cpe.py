@@ -74,30 +74,23 @@ def test_a_whole_decoder(change):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
-def test_heads_rank_and_share_visible_tokens_only(per):
+@pytest.mark.parametrize(
+  ("cis", "sinks", "phi"),
+  [
+    (CIS(k=9, sinks=2, local=4, block=8), 2, 0.3),
+    (CIS(k=9, sinks=2, local=4, block=8, per="query_head"), 2, 0.3),
+    (CIS(k=3, sinks=4, local=20, block=4), 1, 0.1),  # the newest tokens outgrow the window
+  ],
+)
+def test_heads_rank_and_share_visible_tokens_only(cis, sinks, phi):
   """Sets of every step of a narrowed layer, against the oracle that sees the window alone."""
-  cis = CIS(k=9, sinks=2, local=4, block=8, per=per)
-  over = PSAW(cis, sinks=2, phi=0.3)
 
   def seen(t):
-    return {i - 1 for i in visible(t + 1, 4, 4, 2, 0.3, 1.0)}
+    return {i - 1 for i in visible(t + 1, 4, 4, sinks, phi, 1.0)}
 
-  args = {"over": over, "visible": seen, "layer": 3}
+  args = {"over": PSAW(cis, sinks=sinks, phi=phi), "visible": seen, "layer": 3}
   retrieved = follow(cis, wandering(1, tokens=70), [29, 8], 40, **args)
   assert 0.15 < retrieved.mean() < 0.9
-
-
-@pytest.mark.slow
-def test_a_window_narrower_than_the_newest_tokens():
-  """What is always attended to is inside the window too."""
-  cis = CIS(k=3, sinks=4, local=20, block=4)
-  over = PSAW(cis, sinks=1, phi=0.1)
-
-  def seen(t):
-    return {i - 1 for i in visible(t + 1, 4, 4, 1, 0.1, 1.0)}
-
-  follow(cis, wandering(2, tokens=50), [29, 8], 15, over=over, visible=seen, layer=3)
 
 
 def test_defaults_and_presets():

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import H2O, CriticalKV, Full, PromptScored, PyramidKV, SharedPrefill, SnapKV
+from kvjax import CriticalKV, Full, PromptScored, SharedPrefill, SnapKV
 from kvjax.methods.criticalkv import norms_of_outputs
 from kvjax.runtime.shared_prefill import take
 from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow, held, keys, pooled, window_mass
+from tests.oracles import further_turn, generation, held, in_turn, keys, pooled, window_mass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,58 +69,34 @@ def test_norms_in_blocks(monkeypatch):
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize(("share", "window"), [(0.5, 3), (0.25, 3), (0.4, 7), (0, 2)])
+@pytest.mark.parametrize(("share", "window"), [(0.5, 3), (0.25, 3), (0.4, 7), (0, 2), (1, 3)])
 def test_prompt_and_long_decode(share, window):
-  """SnapKV's scores; a window of more tokens than the first half stays whole."""
+  """SnapKV's scores, which alone decide where `share` is 1; a long window stays whole."""
   method = CriticalKV(SnapKV(15, window_size=window, pool=3), share=share)
-  stream, lengths = Stream.random(1, tokens=60), [36, 17]
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill(lengths)
-  lists = {}
-  for b, n in enumerate(lengths):
-    for h in range(3):
-      scores = pooled(window_mass(stream, b, h, range(n), n, window), 3)
-      weights = [norms(stream.v[b, h, t], layer.wo[h]) for t in range(n - window)]
-      lists[b, h] = kept(scores, weights, window, 15, share, method.epsilon)
-      assert held(layer.cache, b, h) == lists[b, h]
+  stream, stay = Stream.random(1, tokens=60), {}
+  wo = Layer(method, stream).wo
 
-  def later(b, h, t):
-    oldest = next(x for x in lists[b, h] if x >= lengths[b] - window)
-    lists[b, h] = [x for x in lists[b, h] if x != oldest] + [t]
-    return lists[b, h]
+  def prompt(b, h, n):
+    scores = pooled(window_mass(stream, b, h, range(n), n, window), 3)
+    weights = [norms(stream.v[b, h, t], wo[h]) for t in range(n - window)]
+    found = kept(scores, weights, window, 15, share, method.epsilon)
+    stay[b, h] = [j for j in found if j < n - window]
+    return found
 
-  follow(layer, lengths, 20, later)
-
-
-def test_all_by_score_is_the_base():
-  stream = Stream.random(2, tokens=40)
-  caches = []
-  for method in (SnapKV(12, 4), CriticalKV(SnapKV(12, 4), share=1)):
-    layer = Layer(method, stream)
-    layer.prefill([40, 23])
-    caches.append(layer.cache)
-  for name in ("pos", "score", "k"):
-    np.testing.assert_array_equal(caches[0].slots[name], caches[1].slots[name])
+  generation(method, stream, [36, 17], 20, prompt, in_turn(15, stay))
 
 
 def test_a_second_turn_weighs_what_is_held():
   """Generated tokens too, whose values nobody had weighed."""
   method = CriticalKV(ByKey(14, window_size=3), share=0.5)
   stream = Stream.random(3, tokens=60)
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill([30, 8])
-  for t in range(4):
-    layer.decode([30 + t, 8 + t])
-  before = {(b, h): held(layer.cache, b, h) for b, h in np.ndindex(2, 3)}
-  layer.prefill([8, 13], start=[34, 12], past=None)
-  for b, (start, n) in enumerate(((34, 42), (12, 25))):
-    for h in range(3):
-      past = np.array([j for j in [*before[b, h], *range(start, n)] if j < n - 3])
-      scores = np.abs(keys(stream, b, h, past)).sum(-1)
-      weights = [norms(stream.v[b, h, j], layer.wo[h]) for j in past]
-      chosen = kept(scores, weights, 3, 14, 0.5, method.epsilon)
-      want = [*past[[i for i in chosen if i < len(past)]], *range(n - 3, n)]
-      assert held(layer.cache, b, h) == want
+  wo = Layer(method, stream).wo
+  for b, h, text, n, found in further_turn(method, stream, [30, 8], 4, [8, 13]):
+    past = np.array([j for j in text if j < n - 3])
+    scores = np.abs(keys(stream, b, h, past)).sum(-1)
+    weights = [norms(stream.v[b, h, j], wo[h]) for j in past]
+    chosen = kept(scores, weights, 3, 14, 0.5, method.epsilon)
+    assert found == [*past[[i for i in chosen if i < len(past)]], *range(n - 3, n)]
 
 
 def test_a_decoder_hands_each_layer_its_own_projection():
@@ -140,12 +116,6 @@ def test_a_decoder_hands_each_layer_its_own_projection():
         want = kept(scores, weights, 2, 9, 0.5, method.epsilon)
         for cache in others:
           assert held(cache, b, h) == want
-
-
-@pytest.mark.parametrize("base", [Full(), H2O(64), PyramidKV(64), CriticalKV(SnapKV(64))])
-def test_other_bases_are_refused(base):
-  with pytest.raises(ValueError, match=r"CriticalKV\.base: found .* expected"):
-    CriticalKV(base)
 
 
 def test_what_is_missing_is_named():

@@ -1,8 +1,6 @@
 """Diagnostics: exact changes against naive loops, and bounds that hold on whatever is tried."""
 
-import dataclasses
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvjax
 from kvjax.analysis import diagnostics
-from kvjax.models.decode.generate import prefill
-from kvjax.models.io import convert
-
-GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+from tests.activations import activations
 
 
 def naive_output(q, k, v):
@@ -166,25 +160,8 @@ def test_the_drift_bound_is_reached():
   np.testing.assert_allclose(np.sqrt(2 * max(0, 1 - cosine)), 0, atol=1e-7)  # the paper's factor
 
 
-@dataclasses.dataclass(frozen=True)
-class Recording(kvjax.Full):
-  """The full cache, reporting rotated queries and keys, and values, of a prompt."""
-
-  def prefill(self, at, cache, q, k, v, prompt, carry):
-    q_rotated, _, new, _ = kvjax.families.entrance.enter(at, cache, q, k, v, prompt, carry)
-    out, cache, carry, _ = super().prefill(at, cache, q, k, v, prompt, carry)
-    return out, cache, carry, {"q": q_rotated, "k": new["k"], "v": new["v"]}
-
-
 @pytest.mark.slow
 def test_bounds_hold_on_real_activations(smollm2):
   """Neighbouring queries of every layer and head of SmolLM2 over a speech, the same keys."""
-  model, _ = convert.load(smollm2, dtype=jnp.float32, impl="reference")
-  with np.load(GOLDENS / "smollm2.npz") as stored:
-    tokens = stored["tokens"][:1, :160]
-  method, length = Recording(), tokens.shape[1]
-  caches = method.init_caches(model.spec(1, length))
-  _, _, layers = prefill(model, tokens, [length], caches, method, with_aux=True)
-  q, k, v = (np.stack([np.float64(layer[name])[0] for layer in layers]) for name in "qkv")
-  t = length - 2
-  check_bounds(q[:, :, :, t], q[:, :, :, t + 1], k[:, :, None, : t + 1], v[:, :, None, : t + 1])
+  q, k, v = map(np.float64, activations(smollm2, 2))
+  check_bounds(q[..., 0, :], q[..., 1, :], k[:, :, None, :-1], v[:, :, None, :-1])

@@ -19,7 +19,7 @@ from kvjax.programs.evals import fitted
 from kvjax.testing.layer import Layer, Stream, capped
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
-from tests.oracles import keys, queries, softmax
+from tests.oracles import begun, keys, queries, softmax
 from tests.selection import Watched, check, choose
 
 
@@ -56,16 +56,22 @@ def test_worked_example():
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
-  ("budget", "count", "sinks", "local"), [(9, 4, 0, 1), (12, 8, 2, 4), (7, 1, 0, 3)]
+  ("m", "cap"),
+  [
+    (DoubleSparsity(9, 4, 0, 1), None),
+    (DoubleSparsity(12, 8, 2, 4), None),
+    (DoubleSparsity(7, 1, 0, 3), None),
+    (DoubleSparsity(8, 16), None),  # all channels: the exact selection, but of the newest token
+    (DoubleSparsity(9, 4), 0.7),  # approximate logits are capped as exact ones are
+  ],
 )
-def test_a_generation(budget, count, sinks, local):
+def test_a_generation(m, cap):
   """Channels from the prompt, per row and head; one row shorter than the budget."""
-  m = DoubleSparsity(budget, count, sinks, local)
-  stream, lengths = Stream.random(1, tokens=60), [21, 4]
+  stream, lengths, count = Stream.random(1, tokens=60), [21, 4], m.channels
   channels = {
     (b, h): label_channels(stream, b, h, n, count) for b, n in enumerate(lengths) for h in range(3)
   }
-  run = check(m, stream, lengths, 38, oracle(stream, m, channels))
+  run = check(m, stream, lengths, 38, oracle(stream, m, channels, cap), cap=cap)
   for (b, h), want in channels.items():
     assert run.cache.heads["channels"][b, h].tolist() == want
 
@@ -80,23 +86,6 @@ def test_a_generation_with_given_channels():
     return double_sparsity.calibrated([cache], given)[0]
 
   check(m, stream, [17, 5], 20, oracle(stream, m, channels), prepare=prepare)
-
-
-@pytest.mark.slow
-def test_a_generation_under_a_soft_cap():
-  """Approximate logits are capped as exact ones are."""
-  m, stream, lengths = DoubleSparsity(9, 4), Stream.random(1, tokens=60), [21, 4]
-  channels = {
-    (b, h): label_channels(stream, b, h, n, 4) for b, n in enumerate(lengths) for h in range(3)
-  }
-  check(m, stream, lengths, 38, oracle(stream, m, channels, 0.7), cap=0.7)
-
-
-def test_every_channel_is_the_exact_selection():
-  """With all 16 channels the scores are the exact ones of all tokens but the newest."""
-  m, stream = DoubleSparsity(8, 16), Stream.random(3, tokens=40)
-  channels = dict.fromkeys(((b, h) for b in range(2) for h in range(3)), range(16))
-  check(m, stream, [12, 3], 12, oracle(stream, m, channels))
 
 
 def test_labels_follow_the_cache():
@@ -128,8 +117,7 @@ def test_only_tokens_with_a_label_are_scored():
   """Not the newest one; and a row that does not count keeps its labels."""
   stream = Stream.random(5, tokens=20)
   method = DoubleSparsity(8, channels=4)
-  layer = Layer(method, stream, capacity=20)
-  layer.prefill([12, 7])
+  layer = begun(method, stream, [12, 7], capacity=20)
   cache, q = layer.cache, stream.q[..., 12, :]
 
   @jax.jit

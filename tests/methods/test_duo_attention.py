@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, StreamingLLM, plan_memory
+from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, plan_memory
 from kvjax.methods.duo_attention.gates import pattern_of, read_gates
 from kvjax.runtime import sharding
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend, read_prompt
+from tests.oracles import attend, begun, follow, read_prompt
 
 PATTERN = ((0, 1, 0), (1, 0, 1), (0, 0, 0), (1, 1, 1))
 MIXED = DuoAttention(PATTERN, sinks=2, recent=5)
@@ -38,8 +38,7 @@ def positions(cache, row, pattern):
 def test_worked_example():
   """Two heads, the second a streaming one with one sink and two recent tokens: 4 sees 0, 3, 4."""
   stream = Stream.random(0, kv_heads=2, tokens=5)
-  layer = Layer(DuoAttention(((1, 0),) * 4, sinks=1, recent=2), stream)
-  layer.prefill([4, 3])
+  layer = begun(DuoAttention(((1, 0),) * 4, sinks=1, recent=2), stream, [4, 3])
   layer.decode([4, 3])
   assert positions(layer.cache, 0, (1, 0)) == [[0, 1, 2, 3, 4], [0, 3, 4]]
   assert positions(layer.cache, 1, (1, 0)) == [[0, 1, 2, 3], [0, 2, 3]]
@@ -51,16 +50,15 @@ def test_prompt_then_long_decode(index):
   """Layers with both kinds, with streaming heads alone, with retrieval heads alone."""
   stream, lengths = Stream.random(1, tokens=64), [23, 4]
   layer = Layer(MIXED, stream, layer=index)
-  read_prompt(layer, lengths, lambda b, h, t: seen(t, PATTERN[index][h]))
-  for step in range(30):
-    at = [n + step for n in lengths]
-    out, aux = layer.decode(at)
-    for b, t in enumerate(at):
-      kept = positions(layer.cache, b, PATTERN[index])
-      for h, mark in enumerate(PATTERN[index]):
-        want = seen(t, mark)
-        assert kept[h] == want and aux["visited"][b, h] == len(want)
-        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, want), atol=3e-6)
+
+  def sees(b, h, t):
+    return seen(t, PATTERN[index][h])
+
+  def holds(cache, b, h):
+    return positions(cache, b, PATTERN[index])[h]
+
+  read_prompt(layer, lengths, sees)
+  follow(layer, lengths, 30, sees, atol=3e-6, holds=holds)
 
 
 def test_chunks_and_a_later_turn():
@@ -78,31 +76,6 @@ def test_chunks_and_a_later_turn():
   for b, h in np.ndindex(2, 3):
     want = attend(stream, b, h, start[b], seen(start[b], PATTERN[1][h]))
     np.testing.assert_allclose(out[b, h], want, atol=3e-6)
-
-
-@pytest.mark.parametrize(
-  ("mark", "other"), [(1, Full()), (0, StreamingLLM(7, 2, "original"))], ids=["full", "streaming"]
-)
-def test_one_kind_alone_is_that_method_bit_for_bit(mark, other):
-  stream = Stream.random(3, tokens=40)
-  duo = Layer(DuoAttention(((mark,) * 3,) * 4, sinks=2, recent=5), stream)
-  alone = Layer(other, stream)
-  np.testing.assert_array_equal(duo.prefill([19, 3]), alone.prefill([19, 3]))
-  for step in range(9):
-    (out, _), (want, _) = (layer.decode([19 + step, 3 + step]) for layer in (duo, alone))
-    np.testing.assert_array_equal(out, want)
-  assert jax.tree.map(np.shape, duo.cache.slots) == jax.tree.map(np.shape, alone.cache.slots)
-
-
-def test_permuted_heads_permute_outputs():
-  stream, order = Stream.random(4, tokens=40), [2, 0, 1]
-  turned = Stream(*(x[:, order] for x in (stream.q, stream.k, stream.v)))
-  rows = tuple(tuple(row[i] for i in order) for row in PATTERN)
-  layers = [Layer(MIXED, stream), Layer(DuoAttention(rows, sinks=2, recent=5), turned)]
-  outs = [layer.prefill([20, 11]) for layer in layers]
-  np.testing.assert_allclose(outs[1], outs[0][:, order], atol=1e-6)
-  outs = [layer.decode([20, 11])[0] for layer in layers]
-  np.testing.assert_allclose(outs[1], outs[0][:, order], atol=1e-6)
 
 
 def test_bytes_are_freed():
@@ -128,26 +101,10 @@ def test_short_rows_need_no_more_slots_than_tokens():
   assert not alone.traits.positional and method.traits.positional
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("index", [1, 2])
-def test_kernels_serve_both_kinds(index):
-  stream = Stream.random(5, tokens=40)
-  layers = [
-    Layer(MIXED, stream, layer=index, env=Env(4, impl=impl, tile=4))
-    for impl in ("reference", "pallas")
-  ]
-  outs = [layer.prefill([17, 6]) for layer in layers]
-  np.testing.assert_allclose(outs[1], outs[0], atol=2e-5)
-  for step in range(8):
-    (want, _), (out, _) = (layer.decode([17 + step, 6 + step]) for layer in layers)
-    np.testing.assert_allclose(out, want, atol=2e-5)
-
-
 def test_nan_in_one_kind_keeps_the_whole_cache():
   """A query of NaN in one streaming head: nothing of the row's cache changes, of either kind."""
   stream = Stream.random(6, tokens=40)
-  layer = Layer(MIXED, stream, env=Env(4, impl="reference", tile=4, check_nan=True))
-  layer.prefill([17, 6])
+  layer = begun(MIXED, stream, [17, 6], env=Env(4, impl="reference", tile=4, check_nan=True))
   before = jax.tree.map(np.asarray, layer.cache)
   layer.stream = stream.poisoned("q", 0, 17)
   layer.stream.q[0, [0, 2], :, 17] = 1.0

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvjax import ART
 from kvjax.analysis import early_stops
-from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
+from kvjax.testing.layer import Stream, rotate, softmax_average
+from tests.oracles import begun
 
 
 def random_walk(seed, batch=20, keys=96, head_dim=48, decay=0.0):
@@ -64,8 +65,7 @@ def test_stops_are_those_of_the_method(stop_by):
   """The same tile as ART's own walk, head by head or of a KV head's together."""
   method = ART(tau=0.4, phi=0.2, patience=1, tile=4, stop=stop_by, splits=1)
   stream = Stream.random(0, tokens=60, head_dim=48)
-  layer = Layer(method, stream)
-  layer.prefill([37, 22])
+  layer = begun(method, stream, [37, 22])
   _, aux = layer.decode([37, 22])
   early, moved = 0, {}
   for b, h, g in np.ndindex(2, 3, 3):

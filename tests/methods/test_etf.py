@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import ETF, H2O, Carry, Full, Prompt, Quest, settings
-from kvjax.models.decode.generate import join, prefill
+from kvjax.models.decode.generate import join
 from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
 from tests.decoder_oracle import frozen
@@ -86,14 +86,8 @@ def test_frozen_tokens_keep_the_state_of_the_layer_below(kv):
 def test_a_whole_decoder(kv):
   """Prompt and decoded tokens of two rows, three layers that freeze ever more."""
   method = ETF(sinks=2, psi=0.3, gamma=1.2, start=0.25, kv=kv)
-  out = Run(method).generate(STEPS)
-  for b, n in enumerate(LENGTHS):
-
-    def still(layer, i, n=n):
-      return frozen(layer, i, n, 2, 0.3, 1.2, start=0.25)
-
-    want = decoder_oracle.logits(TOKENS[b, : n + STEPS], n, frozen=still, kv=kv)
-    np.testing.assert_allclose(out[b], want[n - 1 :], atol=CLOSE)
+  still = functools.partial(frozen, sinks=2, psi=0.3, gamma=1.2, start=0.25)
+  decoder_oracle.check(method, STEPS, frozen=still, kv=kv)
 
 
 @pytest.mark.slow
@@ -138,13 +132,6 @@ def test_a_further_turn_is_a_prompt_of_its_own(kv):
 
   want = decoder_oracle.logits(TOKENS[0, :17], 17, frozen=still, kv=kv)[-1]
   np.testing.assert_allclose(more, want, atol=CLOSE)
-
-
-def test_chunks_are_refused():
-  method, decoder = ETF(), Run(Full()).model
-  caches = method.init_caches(decoder.spec(2, 64))
-  with pytest.raises(NotImplementedError, match=r"ETF.*has to see a whole prompt"):
-    prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method, chunk=8)
 
 
 @pytest.mark.core(1)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import ExpectedAttention
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Stream, rotate
+from tests.oracles import begun, follow
 
 
 def rotation(position, size):
@@ -34,37 +35,24 @@ def oracle(stream, b, h, tokens, method):
 
 @pytest.mark.parametrize("kwargs", [{}, {"epsilon": 0.02, "sinks": 1}, {"future": 7}], ids=str)
 def test_scores_and_kept_tokens(kwargs):
+  """First tokens stay, and generated ones take the room of the window."""
   method = ExpectedAttention(12, window_size=3, **{"future": 20, **kwargs})
-  stream, lengths = Stream.random(5, tokens=60), [40, 29]
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill(lengths)
+  stream, lengths, stay = Stream.random(5, tokens=60), [40, 29], {}
+  layer = begun(method, stream, lengths, capacity=60)
   pos, scores = np.asarray(layer.cache.pos), np.asarray(layer.cache.slots["score"])
   for b, n in enumerate(lengths):
     for h in range(3):
       want = oracle(stream, b, h, n, method)[: n - 3 - method.sinks]
       best = np.argsort(-want, kind="stable")[: 12 - 3 - method.sinks] + method.sinks
-      kept = [*range(method.sinks), *best, *range(n - 3, n)]
-      assert sorted(pos[b, h]) == sorted(kept)
+      stay[b, h] = [*range(method.sinks), *best]
+      assert sorted(pos[b, h]) == sorted([*stay[b, h], *range(n - 3, n)])
       at = {int(p): float(x) for p, x in zip(pos[b, h], scores[b, h], strict=True)}
       got = [at[int(p)] for p in best]
       np.testing.assert_allclose(got, want[best - method.sinks], rtol=2e-4)
-
-
-def test_first_tokens_stay_and_generated_ones_take_the_windows_room():
-  method = ExpectedAttention(12, window_size=3)
-  layer = Layer(method, Stream.random(6, tokens=60), capacity=60)
-  layer.prefill([40, 29])
-  chosen = np.sort(np.asarray(layer.cache.pos))[:, :, :9]
-  for step in range(20):
-    layer.decode([40 + step, 29 + step])
-  pos = np.sort(np.asarray(layer.cache.pos))
-  np.testing.assert_array_equal(pos[:, :, :9], chosen)
-  np.testing.assert_array_equal(pos[0, :, 9:], [[57, 58, 59]] * 3)
-  assert (chosen[:, :, :4] == np.arange(4)).all()
+  follow(layer, lengths, 20, lambda b, h, t: [*stay[b, h], *range(t - 2, t + 1)])
 
 
 def test_a_prompt_of_first_tokens_alone():
-  layer = Layer(ExpectedAttention(12, window_size=3), Stream.random(7, tokens=20))
-  layer.prefill([3, 4])
+  layer = begun(ExpectedAttention(12, window_size=3), Stream.random(7, tokens=20), [3, 4])
   out, _ = layer.decode([3, 4])
   assert np.isfinite(out).all()

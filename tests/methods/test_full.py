@@ -10,7 +10,7 @@ from kvjax import Env, Full, Plan
 from kvjax.core.leaves import Leaf
 from kvjax.ops import attention
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow, read_prompt
+from tests.oracles import begun, follow, read_prompt
 
 
 def test_worked_example():
@@ -47,8 +47,7 @@ def test_prompt_attention_in_any_blocks(monkeypatch, blocks):
 
 def test_a_plan_fetches_what_it_lists():
   """A hole, entries after the count and slots after the last one hold no token."""
-  layer = Layer(Full(), Stream.random(0), capacity=13)
-  layer.prefill([13, 13])
+  layer = begun(Full(), Stream.random(0), [13, 13], capacity=13)
   entries = np.broadcast_to(np.array([3, -1, 0, 1]), (2, 3, 4))
   count, span = jnp.full((2, 3), 3), layer.method.span(layer.at, layer.cache, None)
   plan = Plan(span, jnp.asarray(entries, jnp.int32), count, unit=4)
@@ -88,8 +87,7 @@ def ones(new):
 
 def test_slots_may_hold_vectors():
   """What a method keeps with a slot has any shape, in prompts and after them."""
-  layer = Layer(Marked(), Stream.random(0))
-  layer.prefill([20, 5])
+  layer = begun(Marked(), Stream.random(0), [20, 5])
   layer.decode([20, 5])
   mark, held = layer.cache.slots["mark"], layer.cache.pos >= 0
   assert held.sum() == 3 * (21 + 6)

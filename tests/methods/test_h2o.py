@@ -7,15 +7,14 @@ import pytest
 from kvjax import H2O, VATP, Env
 from kvjax.testing.layer import Layer, Stream
 from tests.gathered import Gathered
-from tests.oracles import follow
+from tests.oracles import begun, follow
 
 
 def test_worked_example():
   """Equal keys: query t gives 1/(t+1) to each of its tokens, so the earliest gather most."""
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=6)
   stream.k[:] = 0
-  layer = Layer(H2O(budget=4, recent=2), stream)
-  layer.prefill([6])
+  layer = begun(H2O(budget=4, recent=2), stream, [6])
   assert layer.cache.pos[0, 0].tolist() == [0, 1, 4, 5]
   np.testing.assert_allclose(
     layer.cache.slots["mass"][0, 0],
@@ -49,8 +48,7 @@ def test_kept_sets_and_outputs_over_a_generation(cap):
   budget, recent, lengths = 11, 5, [20, 6]
   stream = Stream.random(1, kv_heads=2, tokens=125)
   env = Env(4, impl="reference", tile=4, soft_cap=cap)
-  layer = Layer(H2O(budget, recent), stream, capacity=125, env=env)
-  layer.prefill(lengths)
+  layer = begun(H2O(budget, recent), stream, lengths, capacity=125, env=env)
   lists = Gathered.of(stream, lengths, budget, recent, cap)
 
   def kept(b, h, t):
@@ -67,15 +65,13 @@ def test_kept_sets_and_outputs_over_a_generation(cap):
 def test_a_second_turn_adds_to_the_mass():
   """Half the prompt and then the other half: cached tokens keep what they had and gather more."""
   stream = Stream.random(2, tokens=30)
-  layer = Layer(H2O(budget=40), stream)
-  layer.prefill([12, 9])
+  layer = begun(H2O(budget=40), stream, [12, 9])
   first = np.asarray(layer.cache.slots["mass"])
   layer.prefill([6, 0], start=[12, 9], past=None)
   both = np.asarray(layer.cache.slots["mass"])
   assert (both[0, :, :12] > first[0, :, :12]).all()
   np.testing.assert_array_equal(both[1], first[1])
-  whole = Layer(H2O(budget=40), stream)
-  whole.prefill([18, 9])
+  whole = begun(H2O(budget=40), stream, [18, 9])
   filled = np.asarray(layer.cache.pos) >= 0
   want = np.asarray(whole.cache.slots["mass"])
   np.testing.assert_allclose(both[filled], want[filled], atol=1e-5)
@@ -84,7 +80,6 @@ def test_a_second_turn_adds_to_the_mass():
 def test_recent_tokens_go_before_those_that_always_stay():
   """The order of ART's walk: a first token, which VATP keeps, comes after all recent ones."""
   method = VATP(8, sinks=2, recent=4)
-  layer = Layer(method, Stream.random(0, tokens=8), capacity=8, env=Env(4, tile=4))
-  layer.prefill([5, 5])
+  layer = begun(method, Stream.random(0, tokens=8), [5, 5], capacity=8, env=Env(4, tile=4))
   first = np.asarray(method.order(layer.at, layer.cache))[..., :5]  # a slot a position
   assert (np.argsort(-first, -1, kind="stable") == [4, 3, 2, 1, 0]).all()

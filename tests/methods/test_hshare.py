@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax import Env, HShare, TopKOracle
+from kvjax import Env, HShare
 from kvjax.methods.hshare import sharing
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Stream
 from tests.oracles import attend, probabilities
 from tests.selection import Watched, choose
 from tests.streams import Stack, similar_streams
@@ -105,6 +105,7 @@ def test_greedy_against_a_loop(seed):
     (HShare(14, 2, 4, 0.5, 0.5, 2), [30, 21]),
     (HShare(10, 1, 3, 0.75, 0.75, 3), [25, 6]),
     (HShare(9, 0, 2, 0.25, 1.0, 1), [19, 12]),
+    (HShare(12, 2, 4, 1.0, 1.0, 1), [30, 5]),  # nobody shares
   ],
 )
 def test_a_generation(m, lengths):
@@ -132,18 +133,7 @@ def test_a_generation(m, lengths):
         assert aux["retrieved"][b, h] == retrieved[l, h]
         np.testing.assert_allclose(out[b, h], attend(streams[l], b, h, t, want), atol=5e-6)
         shared += not retrieved[l, h]
-  assert shared > 0
-
-
-@pytest.mark.slow
-def test_ratio_of_retrievals():
-  """On rows that are long enough to share, exactly layers·heads/steps of all sets are retrieved."""
-  streams = similar_streams(7, 4, 70)
-  for m, ratio in ((HShare(12, 1, 3), 1 / 8), (HShare(12, 1, 3, 0.75, 0.75), 9 / 32)):
-    run = Stack(Watched(m), streams, capacity=64)
-    run.prefill([30, 24])
-    done = [aux["retrieved"] for step in range(8) for _, aux in run.decode([30 + step, 24 + step])]
-    assert np.mean(done) == ratio
+  assert (shared > 0) == (m.layers < 1)
 
 
 @pytest.mark.slow
@@ -200,18 +190,6 @@ def test_layers_decide_alike_on_all_shards():
   )
   assert [cache.rows["from_layer"].tolist() for cache in jax.jit(sharded)(caches)] == want
   assert want != [[i, i] for i in range(5)]
-
-
-def test_without_sharing_it_is_the_oracle():
-  stream = Stream.random(5, tokens=60)
-  alone = Layer(Watched(HShare(12, 2, 4, 1.0, 1.0, 1)), stream)
-  exact = Layer(Watched(TopKOracle(12, 2, 4)), stream)
-  for layer in (alone, exact):
-    layer.prefill([30, 5])
-  for step in range(8):
-    (a, aux), (b, want) = (layer.decode([30 + step, 5 + step]) for layer in (alone, exact))
-    np.testing.assert_array_equal(aux["slots"], want["slots"])
-    np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow

@@ -81,19 +81,6 @@ def test_a_turn_that_is_longer_than_all_before():
   assert all(oracle.kept for oracle in oracles)
 
 
-@pytest.mark.slow
-def test_the_copy_that_was_wanted_longest_ago_makes_room():
-  m = InfLLM(1, 4, 2, 2, chunk=4, held=5, representatives=1)
-  stream = Stream.random(3, tokens=60, head_dim=8)
-  run, oracles = Stack(m, [stream]), [InfOracle(stream, b, m) for b in range(2)]
-  for _ in range(14):
-    run.prefill([4, 4], [oracle.n for oracle in oracles], m.chunk)
-    for b, oracle in enumerate(oracles):
-      oracle.read(4)
-      held = run.caches[0].rows["held"][b].tolist()
-      assert held == [-1 if block is None else block for block, _ in oracle.held]
-
-
 def test_kernels_that_do_not_do_it_say_so():
   m, stream = InfLLM(2, 4, 2, 2, chunk=6, held=2), Stream.random(2, tokens=30)
   with pytest.raises(
@@ -102,27 +89,3 @@ def test_kernels_that_do_not_do_it_say_so():
     Stack(m, [stream], impl="jax-triton").decode([0, 0])
   with pytest.raises(NotImplementedError, match="InfLLM attends to slots in no order; 'cudnn'"):
     Stack(m, [stream], impl="cudnn").prefill([6, 6], [0, 0], 6)
-
-
-def test_stored_blocks_are_the_keys_as_they_came():
-  """Not rotated, in order, bit for bit where nothing was rotated at all (values)."""
-  m = InfLLM(2, 4, 2, 2, chunk=6, held=2)
-  stream = Stream.random(2, tokens=30)
-  run = Stack(m, [stream], capacity=30)
-  for start in range(0, 30, 6):
-    run.prefill([6, 6], [start, start], 6)
-  of = run.caches[0].heads["store"].of
-  stored = {name: np.concatenate([np.asarray(x) for x in of[name]], 2) for name in of}
-  gone = int(run.caches[0].rows["gone"][0])
-  assert gone == (30 - 4 - 2) // 2
-  flat = {
-    name: x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : 2 * gone] for name, x in stored.items()
-  }
-  np.testing.assert_array_equal(flat["v"], stream.v[:, :, 2 : 2 + 2 * gone])
-  np.testing.assert_allclose(flat["k"], stream.k[:, :, 2 : 2 + 2 * gone], atol=1e-6)
-  held, kept = (np.asarray(run.caches[0].rows[n]) for n in ("held", "kept"))
-  copies = np.asarray(run.caches[0].heads["held_v"]).reshape(2, 3, 2, 2, -1)
-  for b in range(2):
-    for place in kept[b]:
-      block = stored["v"][b, :, held[b, place]]
-      np.testing.assert_array_equal(copies[b, :, place], block)

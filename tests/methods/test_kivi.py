@@ -11,6 +11,7 @@ from kvjax import KIVI, METHODS, PSAW, Cache, Env, Full, Quest, settings
 from kvjax.primitives import codes as quantised
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from tests.compiled import compiled
+from tests.oracles import begun
 
 levels, of_levels = compiled(quantised.levels), compiled(quantised.of_levels)
 CLOSE = 2e-5  # float32 against NumPy's float64
@@ -193,8 +194,7 @@ def test_what_is_stored_does_not_depend_on_how_tokens_came(dtype):
 def test_a_full_cache_takes_no_more():
   """Tokens beyond the last slot are dropped, as by the full cache, and the ring keeps its own."""
   stream = Stream.random(8)
-  layer = Layer(KIVI(group=GROUP, residual=R), stream, capacity=18)
-  layer.prefill([16, 18])
+  layer = begun(KIVI(group=GROUP, residual=R), stream, [16, 18], capacity=18)
   layer.decode([16, 18])
   before = jax.tree.map(np.asarray, {**layer.cache.slots, **layer.cache.heads})
   for t in (17, 18, 19, 20):
@@ -205,21 +205,11 @@ def test_a_full_cache_takes_no_more():
   np.testing.assert_array_equal(layer.cache.used, [18, 18])
 
 
-def test_more_waiting_than_tokens_is_full():
-  stream = Stream.random(10)
-  layer, plain = (Layer(x, stream) for x in (KIVI(residual=64), Full()))
-  np.testing.assert_array_equal(layer.prefill([22, 9]), plain.prefill([22, 9]))
-  for step in range(3):
-    at = [22 + step, 9 + step]
-    np.testing.assert_allclose(layer.decode(at)[0], plain.decode(at)[0], atol=1e-6)
-
-
 @pytest.mark.slow
 def test_bounds_of_quest_are_of_keys_as_they_came():
   stream = Stream.random(11)
   method = KIVI(Quest(8, page=4, dense_layers=0), group=GROUP, residual=R)
-  layer = Layer(method, stream)
-  layer.prefill([18, 9])
+  layer = begun(method, stream, [18, 9])
   for step in range(7):
     layer.decode([18 + step, 9 + step])
   for b, h in np.ndindex(2, 3):
@@ -241,9 +231,9 @@ BENEATH = (
 def test_codes_are_the_same_over_what_keeps_every_token(name):
   """Over whatever keeps all tokens in order, a cache stores what it stores over the full cache."""
   base, stream, lengths = settings.example(METHODS[name], 12), Stream.random(12), [22, 9]
-  layers = [Layer(KIVI(x, group=GROUP, residual=R), stream, layer=3) for x in (base, Full())]
-  for layer in layers:
-    layer.prefill(lengths)
+  layers = [
+    begun(KIVI(x, group=GROUP, residual=R), stream, lengths, layer=3) for x in (base, Full())
+  ]
   for step in range(3):
     for layer in layers:
       out, _ = layer.decode([n + step for n in lengths])
@@ -252,12 +242,6 @@ def test_codes_are_the_same_over_what_keeps_every_token(name):
   for shelf in ("slots", "heads", "rows"):
     for leaf, x in getattr(of_full, shelf).items():
       np.testing.assert_array_equal(getattr(of_base, shelf)[leaf], x, err_msg=leaf)
-
-
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {*BENEATH}))
-def test_the_others_are_refused_by_name(name):
-  with pytest.raises(ValueError, match=r"^KIVI(\.base: found| replaces )"):
-    KIVI(settings.example(METHODS[name], 12))
 
 
 @pytest.mark.parametrize(("bits", "share"), [(4, 0.364), (2, 0.24)])

@@ -14,9 +14,10 @@ from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.reconstruct import Instructions, looked_at, read
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing import tiny
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Stream
 from kvjax.testing.tiny import TOKENS
 from tests.kvzip_oracle import ASK, LENGTHS, by_hand, model
+from tests.oracles import begun
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -144,8 +145,7 @@ def test_questions_in_any_order_have_the_same_answers():
 
 def test_a_prompt_without_scores_keeps_its_newest():
   stream = Stream.random(0, tokens=40)
-  layer = Layer(KVzip(budget=9, room=2), stream)
-  layer.prefill([30, 7])
+  layer = begun(KVzip(budget=9, room=2), stream, [30, 7])
   np.testing.assert_array_equal(layer.cache.pos[0], np.broadcast_to(np.arange(21, 30), (3, 9)))
   assert (np.asarray(layer.cache.pos)[1, :, :7] == np.arange(7)).all()
 

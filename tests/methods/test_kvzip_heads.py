@@ -94,14 +94,6 @@ def test_heads_of_a_layer_compete():
   assert len({len(x) for cache in caches for x in held(cache, 0)}) > 1  # heads differ
 
 
-def test_read_is_the_same_in_one_call():
-  logits, caches = reconstruct.read(model(), CONTEXT, LENGTHS, METHOD, ASK, chunk=12, sinks=SINKS)
-  _, want, others = by_layer()
-  np.testing.assert_array_equal(logits, want)
-  for a, b in zip(jax.tree.leaves(caches), jax.tree.leaves(others), strict=True):
-    np.testing.assert_array_equal(a, b)
-
-
 def test_read_has_all_heads_compete():
   """In one call; the caches say whose they are."""
   spread = AdaKV(KVzip(KEPT + ROOM, ROOM, over_layers=True), safeguard=0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax import LagKV
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow, keys
+from kvjax.testing.layer import Stream
+from tests.oracles import begun, further_turn, generation, in_turn, keys
 
 
 def weights(tokens, judge):
@@ -47,44 +47,21 @@ def test_worked_example():
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=8, head_dim=2)
   stream.k[:] = 0
   stream.v[0, 0] = [*part, *judge, *part, *judge]
-  layer = Layer(LagKV(6, window_size=2, sinks=0), stream)
-  layer.prefill([8])
+  layer = begun(LagKV(6, window_size=2, sinks=0), stream, [8])
   # The best of three partitions and the last one whole; the sixth slot is the first partition's.
   assert layer.cache.pos[0, 0].tolist() == [0, 1, 3, 5, 6, 7]
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"sinks": 0}, {"window_size": 3, "budget": 12}], ids=str)
 def test_prompt_and_long_decode(kwargs):
-  method = LagKV(**{"budget": 19, "window_size": 5, "sinks": 2, **kwargs})
-  stream, lengths = Stream.random(1, tokens=90), [43, 11]
-  layer = Layer(method, stream, capacity=90)
-  layer.prefill(lengths)
-  parts = {
-    (b, h): selected(stream, b, h, list(range(n)), method)
-    for b, n in enumerate(lengths)
-    for h in range(3)
-  }
+  method, stay = LagKV(**{"budget": 19, "window_size": 5, "sinks": 2, **kwargs}), {}
+  stream = Stream.random(1, tokens=90)
 
-  def kept(b, h, t):
-    stay, others = parts[b, h]
-    if len(stay) + len(others) == method.budget:
-      others.pop(0)
-    others.append(t)
-    return stay + others
+  def prompt(b, h, n):
+    stay[b, h], others = selected(stream, b, h, list(range(n)), method)
+    return stay[b, h] + others
 
-  follow(layer, lengths, 40, kept)
-
-
-def test_a_share_of_every_partition_is_the_papers_cut():
-  """⌊r·L⌋ = 2 of each of three judged partitions, the sinks, the last partition, the remainder."""
-  method = LagKV(3 + 3 * 2 + 5 + 4, window_size=5, sinks=3)
-  stream = Stream.random(2, tokens=27)
-  layer = Layer(method, stream)
-  layer.prefill([27, 27])
-  pos = np.asarray(layer.cache.pos)
-  for start in (3, 8, 13):
-    assert (((pos >= start) & (pos < start + 5)).sum(-1) == 2).all()
-  assert (pos[:, :, :3] == [0, 1, 2]).all() and (pos[:, :, -9:] == np.arange(18, 27)).all()
+  generation(method, stream, [43, 11], 40, prompt, in_turn(method.budget, stay))
 
 
 def test_keeps_what_kvpress_keeps():
@@ -95,36 +72,14 @@ def test_keeps_what_kvpress_keeps():
     [5, 6, 7, 13, 15, 18, 20, 21, 22],
   ]
   stream = Stream.random(7, batch=1, kv_heads=3, groups=1, tokens=36)
-  layer = Layer(LagKV(4 + 3 * 3 + 8, window_size=8, sinks=4), stream)
-  layer.prefill([36])
+  layer = begun(LagKV(4 + 3 * 3 + 8, window_size=8, sinks=4), stream, [36])
   want = [[*range(4), *middle, *range(28, 36)] for middle in theirs]
   assert np.asarray(layer.cache.pos)[0].tolist() == want
 
 
-def test_scale_and_shift_of_channels_change_nothing():
-  stream, rng = Stream.random(3, tokens=40), np.random.default_rng(4)
-  scale, shift = rng.uniform(0.2, 5, 16), rng.normal(size=16)
-  kept = []
-  for v in (stream.v, np.float32(stream.v * scale + shift)):
-    layer = Layer(LagKV(15, window_size=5, sinks=1), Stream(stream.q, stream.k, v))
-    layer.prefill([40, 33])
-    kept.append(np.asarray(layer.cache.pos))
-  np.testing.assert_array_equal(*kept)
-
-
 def test_a_second_turn_cuts_anew():
   """Partitions of what the first turn left, its answer, and what is new."""
-  method = LagKV(17, window_size=4, sinks=2)
-  stream = Stream.random(5, kv_heads=2, tokens=60)
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill([30, 7])
-  for t in range(5):
-    layer.decode([30 + t, 7 + t])
-  before = np.asarray(layer.cache.pos)
-  layer.prefill([9, 14], start=[35, 12], past=None)
-  for b, h in np.ndindex(2, 2):
-    new = range(35, 44) if b == 0 else range(12, 26)
-    held = sorted([*before[b, h][before[b, h] >= 0].tolist(), *new])
-    stay, others = selected(stream, b, h, held, method)
-    pos = np.asarray(layer.cache.pos)[b, h]
-    assert pos[pos >= 0].tolist() == sorted(stay + others)
+  method, stream = LagKV(17, window_size=4, sinks=2), Stream.random(5, kv_heads=2, tokens=60)
+  for b, h, text, _, found in further_turn(method, stream, [30, 7], 5, [9, 14]):
+    stay, others = selected(stream, b, h, text, method)
+    assert found == sorted(stay + others)

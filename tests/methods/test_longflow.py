@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import LongFlow, SnapKV
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow, logits
+from tests.oracles import begun, follow, logits
 
 
 def contribution(stream, b, h, t, kept):
@@ -21,8 +21,7 @@ def test_worked_example():
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=5, head_dim=2)
   stream.k[:] = 0
   stream.v[0, 0] = [[4, 4], [1, 0], [3, 3], [0.1, 0], [9, 9]]
-  layer = Layer(LongFlow(budget=4, window_size=1), stream)
-  layer.prefill([3])
+  layer = begun(LongFlow(budget=4, window_size=1), stream, [3])
   layer.decode([3])
   assert int(layer.cache.heads["victim"][0, 0]) == 1  # 3 is smaller, and the newest
   layer.decode([4])
@@ -34,8 +33,7 @@ def test_worked_example():
 def test_victims_and_outputs_over_a_run(per):
   budget, lengths = 12, [9, 4]
   stream = Stream.random(1, kv_heads=2, tokens=330)
-  layer = Layer(LongFlow(budget, window_size=2, per=per), stream, capacity=330)
-  layer.prefill(lengths)
+  layer = begun(LongFlow(budget, window_size=2, per=per), stream, lengths, capacity=330)
   lists = {(b, h): list(range(n)) for b, n in enumerate(lengths) for h in range(2)}
   scores = {}
 
@@ -75,8 +73,7 @@ def test_a_long_prompt_is_cut_as_snapkv_does():
 def test_huge_logits_stay_finite(scale):
   stream = Stream.random(3, tokens=60)
   stream.q[:] *= scale
-  layer = Layer(LongFlow(8, window_size=2), stream)
-  layer.prefill([20, 7])
+  layer = begun(LongFlow(8, window_size=2), stream, [20, 7])
   for step in range(30):
     out, _ = layer.decode([20 + step, 7 + step])
     assert np.isfinite(out).all()
@@ -88,8 +85,7 @@ def test_huge_logits_stay_finite(scale):
 
 def test_protected_tokens_stay():
   stream = Stream.random(4, tokens=70)
-  layer = Layer(LongFlow(10, window_size=2, sinks=2, recent=4), stream)
-  layer.prefill([25, 6])
+  layer = begun(LongFlow(10, window_size=2, sinks=2, recent=4), stream, [25, 6])
   for step in range(40):
     layer.decode([25 + step, 6 + step])
     for b, n in enumerate((25, 6)):

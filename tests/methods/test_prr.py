@@ -15,8 +15,9 @@ from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Span, TopK
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend, keys, queries, softmax
-from tests.selection import Watched, choose, tokens_of
+from tests.oracles import attend, begun, keys, probabilities, queries
+from tests.selection import Watched, block_scores, choose, page_bounds, tokens_of
+from tests.selection import read as slots_read
 
 QUEST = Quest(16, 4)
 INFLLM = InfLLMv2(top=2, block=8, sinks=1, local=8, kernel=4, stride=2, dense_below=0)
@@ -29,26 +30,11 @@ GRID = list(
 
 def scores_of(base, stream, b, h, t):
   """A score for every tile that holds one of the tokens 0 … t."""
-  count = t // base.tiles.unit + 1
-  heads = queries(stream, b, h, t)
   if isinstance(base, TopKOracle):
-    x = keys(stream, b, h, range(t + 1)) @ heads.T / np.sqrt(heads.shape[1])
-    return list(np.log(sum(softmax(row) for row in x.T)))
+    return np.log(probabilities(stream, b, h, t, range(t + 1)).sum(0)).tolist()
   if isinstance(base, Quest):
-    q, found = heads.mean(0) / np.sqrt(heads.shape[1]), []
-    for j in range(count):
-      k = keys(stream, b, h, range(j * base.page, min((j + 1) * base.page, t + 1)))
-      found.append(sum(max(q[d] * k[:, d].min(), q[d] * k[:, d].max()) for d in range(len(q))))
-    return found
-  found = [0.0] * count
-  windows = [range(s, s + base.kernel) for s in range(0, t - base.kernel + 1, base.stride)]
-  if windows:
-    compressed = np.array([keys(stream, b, h, w).mean(0) for w in windows])
-    p = sum(softmax(compressed @ q / np.sqrt(len(q))) for q in heads)
-    for x, w in zip(p, windows, strict=True):
-      for j in {w[0] // base.block, w[-1] // base.block}:
-        found[j] = max(found[j], x)
-  return found
+    return [x / np.sqrt(stream.q.shape[-1]) for x in page_bounds(stream, b, h, t, base.page)]
+  return block_scores(stream, b, h, t, base)
 
 
 class Predictor:
@@ -189,8 +175,7 @@ def check_steps(run, rows, at, steps):
         else:
           read = guess + missed
         want = tokens_of(read, unit, now[b] + 1)
-        slots = np.asarray(aux["slots"][b, h])
-        assert slots[slots >= 0].tolist() == want, (b, h, now[b])
+        assert slots_read(aux, b, h) == want, (b, h, now[b])
         assert aux["visited"][b, h] == len(want)
         np.testing.assert_allclose(out[b, h], attend(row.stream, b, h, now[b], want), atol=1e-5)
         for name, value in report.items():
@@ -309,10 +294,10 @@ def test_from_an_empty_cache():
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 def test_strict_equals_serial_selection(base, variant):
   stream = Stream.random(5, tokens=70)
-  serial = Layer(base, stream, capacity=70, layer=2)
-  run = Layer(PRR(base, budget=1.5, variant=variant, strict=True), stream, capacity=70, layer=2)
-  for layer in (serial, run):
-    layer.prefill([45, 33])
+  serial = begun(base, stream, [45, 33], capacity=70, layer=2)
+  run = begun(
+    PRR(base, budget=1.5, variant=variant, strict=True), stream, [45, 33], capacity=70, layer=2
+  )
   for step in range(20):
     at = [45 + step, 33 + step]
     (want, there), (out, aux) = serial.decode(at), run.decode(at)
@@ -345,8 +330,7 @@ def repair(strict, variant):
   """`attend` over given sets, jitted: tables [1, 1, 8] of tiles of 4 in a cache of 64 slots."""
   stream = Stream.random(7, batch=1, kv_heads=1, tokens=64)
   method = PRR(QUEST, budget=2, strict=strict, variant=variant)
-  layer = Layer(method, stream, layer=2)
-  layer.prefill([61])
+  layer = begun(method, stream, [61], layer=2)
 
   @jax.jit
   def run(k, v, q, true, guess):
@@ -426,11 +410,9 @@ def test_kernels_equal_the_reference(kwargs, base):
   method = PRR(base, calibrate=False, **kwargs)
   stream = Stream.random(8, tokens=50)
   layers = [
-    Layer(method, stream, capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
+    begun(method, stream, [37, 21], capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
     for impl in ("reference", "pallas")
   ]
-  for layer in layers:
-    layer.prefill([37, 21])
   for step in range(6):
     at = [37 + step, 21 + step]
     (want, there), (out, aux) = (layer.decode(at) for layer in layers)
@@ -451,8 +433,7 @@ def test_kernels_calibrate_as_the_reference_does(base):
   stream = Stream.random(9, batch=2, kv_heads=1, tokens=50)
   method, heads = PRR(base, budget=1.5, history=16, every=2), {}
   for impl in ("reference", "pallas"):
-    layer = Layer(method, stream, capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
-    layer.prefill([48, 9])
+    layer = begun(method, stream, [48, 9], capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
     heads[impl] = {**layer.cache.heads, "factors": layer.cache.rows["factors"]}
   np.testing.assert_array_equal(heads["pallas"]["factors"], heads["reference"]["factors"])
   assert (heads["pallas"]["factors"][0] != heads["pallas"]["factors"][1]).any()

@@ -11,10 +11,10 @@ import pytest
 from kvjax import PSAW, Env, Full, Quest, settings
 from kvjax.methods import depth
 from kvjax.testing.layer import Layer, Stream
-from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, LENGTHS, TOKENS, Run
+from kvjax.testing.tiny import CAPACITY, CLOSE, CONFIG, Run
 from tests import decoder_oracle
 from tests.decoder_oracle import visible
-from tests.oracles import follow, read_prompt
+from tests.oracles import begun, follow, read_prompt
 
 
 def test_worked_example():
@@ -22,8 +22,7 @@ def test_worked_example():
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=12)
   stream.k[:] = 0
   stream.v[0, 0] = np.eye(12, 16)
-  layer = Layer(PSAW(sinks=2, phi=0.5), stream, layer=3)
-  layer.prefill([11])
+  layer = begun(PSAW(sinks=2, phi=0.5), stream, [11], layer=3)
   out, aux = layer.decode([11])
   seen = [i + 1 for i in range(12) if out[0, 0, 0, i] > 0]
   assert seen == [1, 2, 6, 7, 8, 9, 10, 11, 12] == visible(12, 4, 4, 2, 0.5, 1)
@@ -80,23 +79,11 @@ def test_prompt_and_steps_of_one_layer():
 
 def test_a_whole_decoder():
   """Prompt and decoded tokens of both rows, layers 3 and 4 narrowed by different shares."""
-  method, steps = PSAW(sinks=2, phi=0.3, start=0.5), 6
-  out = Run(method).generate(steps)
-  for b, n in enumerate(LENGTHS):
 
-    def sees(layer, head, t, q, k):
-      return visible(t, layer, CONFIG.layers, 2, 0.3, 1.0, start=0.5)
+  def sees(layer, head, t, q, k):
+    return visible(t, layer, CONFIG.layers, 2, 0.3, 1.0, start=0.5)
 
-    want = decoder_oracle.logits(TOKENS[b, : n + steps], n, sees=sees)
-    np.testing.assert_allclose(out[b], want[n - 1 :], atol=CLOSE)
-
-
-def test_the_oracle_decoder_equals_full():
-  """The oracle's own check: without a window it is the decoder."""
-  out = Run(Full()).prefill()
-  for b, n in enumerate(LENGTHS):
-    want = decoder_oracle.logits(TOKENS[b, :n], n)[-1]
-    np.testing.assert_allclose(out[b], want, atol=CLOSE)
+  decoder_oracle.check(PSAW(sinks=2, phi=0.3, start=0.5), 6, sees=sees)
 
 
 @pytest.mark.slow
@@ -107,11 +94,3 @@ def test_over_other_bases():
   out = Run(PSAW(settings.neutral(Quest, CAPACITY), **narrow)).generate(4)
   np.testing.assert_allclose(out, want, atol=CLOSE)
   assert np.abs(Run(PSAW(settings.example(Quest, 8), **narrow)).generate(4) - want).max() > 0.05
-
-
-@pytest.mark.slow
-def test_neutral_over_another_base():
-  base = settings.example(Quest, 8)
-  np.testing.assert_allclose(
-    Run(PSAW(base, phi=1.0)).generate(4), Run(base).generate(4), atol=CLOSE
-  )

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvjax import Env, PyramidKV, SnapKV
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import held, pooled, window_mass
+from kvjax import Env, PyramidKV
+from kvjax.testing.layer import Stream
+from tests.oracles import begun, held, pooled, window_mass
 
 
 def test_pyramid_gives_real_capacities():
@@ -66,34 +66,9 @@ def test_layers_keep_the_heaviest(budget, window, beta, layers, length):
   found = [cache.size for cache in method.init_caches(stream.spec(length, layers))]
   assert found == sizes
   for layer in (0, 1, layers - 1):
-    run = Layer(method, stream, length, layer, Env(layers, impl="reference"))
-    run.prefill([length])
+    run = begun(
+      method, stream, [length], capacity=length, layer=layer, env=Env(layers, impl="reference")
+    )
     for h in range(2):
       want = heaviest(stream, 0, h, length, window, sizes[layer] - window)
       assert held(run.cache, 0, h) == want
-
-
-@pytest.mark.slow
-def test_a_shorter_prompt_is_kept_whole_where_it_fits():
-  """Layers of 43, 31, 18 and 5 slots, for prompts of 60 tokens; two of 30 and 12."""
-  method, stream = PyramidKV(24, window_size=4), Stream.random(5, tokens=60)
-  for layer, size in enumerate(sizes_of_layers(24, 4, 20, 4)):
-    run = Layer(method, stream, 60, layer)
-    run.prefill([30, 12])
-    kept = (np.asarray(run.cache.pos) >= 0).sum(-1)
-    np.testing.assert_array_equal(kept, [[min(30, size)] * 3, [min(12, size)] * 3])
-
-
-@pytest.mark.slow
-def test_a_layer_keeps_what_snapkv_would():
-  """The top layer of four selects 2 tokens: SnapKV with a budget of 10."""
-  stream, lengths = Stream.random(4, tokens=70), [60, 25]
-  layers = [
-    Layer(method, stream, capacity=400, layer=3)
-    for method in (PyramidKV(budget=48), SnapKV(budget=10, window_size=8))
-  ]
-  for layer in layers:
-    layer.prefill(lengths)
-    for step in range(6):
-      layer.decode([n + step for n in lengths])
-  np.testing.assert_array_equal(layers[0].cache.pos, layers[1].cache.pos)

@@ -11,7 +11,6 @@ import kvjax
 from kvjax import (
   ART,
   H2O,
-  KIVI,
   METHODS,
   PSAW,
   TOVA,
@@ -30,7 +29,7 @@ from kvjax.primitives.codes import Codes
 from kvjax.testing.layer import Layer, Stream, rotate, softmax_average
 from tests.coded import kept, own_codes, own_rounded
 from tests.compiled import compiled
-from tests.oracles import held
+from tests.oracles import begun, held
 from tests.oracles import keys as rotated
 
 dequantise, quantise = compiled(quantised.dequantise), compiled(quantised.quantise)
@@ -134,8 +133,7 @@ def test_a_step_attends_to_what_codes_stand_for(base, bits, impl):
 
 def test_a_further_turn_sees_codes_of_the_past_and_itself_as_it_is():
   stream = Stream.random(5)
-  layer = Layer(Quantised(bits=4), stream)
-  layer.prefill([10, 6])
+  layer = begun(Quantised(bits=4), stream, [10, 6])
   out = layer.prefill([5, 3], start=[10, 6], past=None)
   for b, (start, count) in enumerate(((10, 5), (6, 3))):
     for h, g, i in np.ndindex(3, 3, count):
@@ -154,8 +152,7 @@ def test_two_bits_and_groups_in_a_layer(bits, group):
   """Under H2O, whose evictions move codes and scales; the kernel, asked for by name, refuses."""
   stream, lengths = Stream.random(14), [22, 9]
   method = Quantised(H2O(12), bits=bits, group=group)
-  layer = Layer(method, stream)
-  layer.prefill(lengths)
+  layer = begun(method, stream, lengths)
   for step in range(4):
     at = [n + step for n in lengths]
     out, _ = layer.decode(at)
@@ -179,9 +176,9 @@ def test_auto_takes_the_reference_of_codes_that_the_kernel_does_not_take(monkeyp
     return "pallas" if impl == "auto" else impl
 
   stream = Stream.random(15)
-  layers = [Layer(Quantised(bits=2), stream, env=Env(3, impl=x)) for x in ("auto", "reference")]
-  for layer in layers:
-    layer.prefill([9, 4])
+  layers = [
+    begun(Quantised(bits=2), stream, [9, 4], env=Env(3, impl=x)) for x in ("auto", "reference")
+  ]
   monkeypatch.setattr(step, "choose", choose)
   outs = [layer.decode([9, 4])[0] for layer in layers]
   assert "attend_quantised" in asked
@@ -220,8 +217,7 @@ def test_codes_move_with_their_tokens(name, bits, group):
       Quantised(base)
     return
   stream, lengths = Stream.random(6), [22, 9]
-  layer = Layer(Quantised(base, bits=bits, group=group), stream, layer=3)
-  layer.prefill(lengths)
+  layer = begun(Quantised(base, bits=bits, group=group), stream, lengths, layer=3)
   for step in range(4):
     out, _ = layer.decode([n + step for n in lengths])
     assert np.isfinite(out).all()
@@ -239,17 +235,10 @@ def test_codes_move_with_their_tokens(name, bits, group):
       assert (error <= own_codes(parted, bits)[1] / 2 * (1 + 1e-4)).all(), (what, b, h, s)
 
 
-def test_turns_that_move_keys_are_refused():
-  base = settings.repo(kvjax.StreamingLLM, 64)
-  with pytest.raises(ValueError, match="Quantised replaces stage"):
-    Quantised(base)
-
-
 def test_summaries_are_of_what_is_stored():
   """Quest's pages: the least and largest of keys as their codes have them."""
   stream = Stream.random(7)
-  layer = Layer(Quantised(Quest(8, page=4, dense_layers=0), bits=4), stream)
-  layer.prefill([8, 8])
+  layer = begun(Quantised(Quest(8, page=4, dense_layers=0), bits=4), stream, [8, 8])
   layer.decode([8, 8])
   for b, h in np.ndindex(2, 3):
     keys, _ = kept(stream, b, h, 8, range(4, 8), 4)
@@ -263,18 +252,11 @@ def test_summaries_are_of_what_is_stored():
     np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("coded", [Quantised(), KIVI(), PSAW(KIVI())])
-def test_codes_are_no_keys_to_measure(coded):
-  with pytest.raises(ValueError, match=r"Measured\.base: found .*, expected .* holds numbers"):
-    Measured(coded)
-
-
 def test_what_is_measured_beneath_codes_is_of_their_numbers():
   """The top layer of PSAW hides the older half but for one sink: attention to keys as stored."""
   stream = Stream.random(16)
   psaw = PSAW(Full(), sinks=1, phi=0.5, start=0.25)
-  layer = Layer(Quantised(Measured(psaw), bits=4), stream, layer=3)
-  layer.prefill([22, 9])
+  layer = begun(Quantised(Measured(psaw), bits=4), stream, [22, 9], layer=3)
   _, aux = layer.decode([22, 9])
   for b, t in enumerate((22, 9)):
     hidden = np.arange(1, (t + 1) // 2 - 1)

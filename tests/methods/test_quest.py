@@ -7,23 +7,14 @@ import pytest
 from kvjax import Cache, Quest, settings
 from kvjax.families import sight
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import keys, queries
-from tests.selection import Watched, check, choose, tokens_of
+from tests.selection import Watched, check, choose, page_bounds, read, tokens_of
 
 
 def oracle(stream, budget, page, group):
   """Pages by their bound; the newest key is in the bounds of its page, which is always read."""
 
-  def bound(q, k):
-    return sum(max(q[d] * k[:, d].min(), q[d] * k[:, d].max()) for d in range(len(q)))
-
   def read(b, h, t):
-    heads = queries(stream, b, h, t)
-    heads = [heads.mean(0)] if group == "mean" else heads
-    pages = [
-      keys(stream, b, h, range(start, min(start + page, t + 1))) for start in range(0, t + 1, page)
-    ]
-    scores = [max(bound(q, k) for q in heads) for k in pages]
+    scores = page_bounds(stream, b, h, t, page, group)
     return tokens_of(choose(scores, 0, 1, budget // page - 1), page, t + 1)
 
   return read
@@ -41,24 +32,6 @@ def test_worked_example():
   np.testing.assert_allclose(found[0, 0] * np.sqrt(2), [4, 1], rtol=1e-6)
 
 
-def test_the_bound_holds():
-  """No key of a page scores higher than its bound, for any query head (group = "max")."""
-  stream = Stream.random(1, tokens=40)
-  method = Quest(page=4, group="max")
-  layer = Layer(method, stream, layer=2)
-  layer.prefill([33, 21])
-  newest = [32, 20]
-  q = np.array([[queries(stream, b, h, t) for h in range(3)] for b, t in enumerate(newest)])
-  bounds = method.score(
-    layer.at, layer.cache, jnp.asarray(q, jnp.float32), sight.visible(layer.at, layer.cache)
-  )
-  for b, t in enumerate(newest):
-    for h in range(3):
-      exact = (keys(stream, b, h, range(t + 1)) @ q[b, h].T / 4).max(1)
-      for j, score in enumerate(exact):
-        assert score <= bounds[b, h, j // 4] + 1e-5
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("group", ["mean", "max"])
 @pytest.mark.parametrize(("budget", "page"), [(12, 4), (16, 5), (3, 3), (8, 1)])
@@ -72,17 +45,15 @@ def test_a_second_turn_and_idle_rows():
   """Bounds stay true over a turn that starts inside a page, and over steps of one row only."""
   stream = Stream.random(3, tokens=60)
   layer = Layer(Watched(Quest(12, 4)), stream, layer=2)
-  read = oracle(stream, 12, 4, "mean")
+  want = oracle(stream, 12, 4, "mean")
   layer.prefill([18, 7])
   for step in range(3):
     layer.decode([18, 7 + step], live=[False, True])
   layer.prefill([7, 0], start=[18, 10], past=None)
   for step in range(6):
     _, aux = layer.decode([25 + step, 10 + step])
-    for b, t in enumerate((25 + step, 10 + step)):
-      for h in range(3):
-        slots = np.asarray(aux["slots"][b, h])
-        assert slots[slots >= 0].tolist() == read(b, h, t)
+    for b, h in np.ndindex(2, 3):
+      assert read(aux, b, h) == want(b, h, (25, 10)[b] + step)
 
 
 def test_the_repositorys_smallest_budget():

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import RKV, Env
 from kvjax.testing.layer import Layer, Stream, rotate
-from tests.oracles import follow, held, keys, logits, softmax
+from tests.oracles import begun, follow, held, keys, logits, softmax
 
 
 class Oracle:
@@ -78,8 +78,7 @@ def test_worked_example():
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=7, head_dim=4)
   a, b, c = [2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 1, 0]
   stream.k[0, 0] = [rotate(x, -j) for j, x in enumerate([a, b, a, a, c, c, a])]  # once rotated
-  layer = Layer(RKV(4, buffer=2, window_size=1, weight=0.0), stream)
-  layer.prefill([3])
+  layer = begun(RKV(4, buffer=2, window_size=1, weight=0.0), stream, [3])
   for t in (3, 4):
     layer.decode([t])
   # Mean similarity of 0, 1, 2, 3: the other two of a's kind less what is spared, over five.
@@ -149,21 +148,8 @@ def test_turns_are_ranked_with_the_newest_queries():
     at = [n + more for n, more in zip(at, turn, strict=True)]
 
 
-def test_a_row_is_compressed_without_its_neighbours():
-  """One row's buffer is full, the other's is not: that one only gains its token."""
-  layer = Layer(RKV(10, buffer=4, window_size=2), repetitive(3, tokens=40))
-  layer.prefill([10, 5])
-  for step in range(4):
-    layer.decode([10 + step, 5 + step])
-  before = [held(layer.cache, 1, h) for h in range(3)]
-  layer.decode([14, 9])
-  assert np.asarray(layer.cache.used).tolist() == [11, 10]
-  assert [held(layer.cache, 1, h) for h in range(3)] == [[*row, 9] for row in before]
-
-
 def test_a_full_row_that_is_idle_is_left_alone():
-  layer = Layer(RKV(10, buffer=4, window_size=2), repetitive(4, tokens=40))
-  layer.prefill([10, 10])
+  layer = begun(RKV(10, buffer=4, window_size=2), repetitive(4, tokens=40), [10, 10])
   for step in range(4):
     layer.decode([10 + step, 10 + step])
   before = jax.tree.map(lambda x: np.asarray(x[1]), layer.cache)

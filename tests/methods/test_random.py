@@ -3,8 +3,8 @@
 import numpy as np
 
 from kvjax import Random
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow
+from kvjax.testing.layer import Stream
+from tests.oracles import begun, follow
 
 MASK = 0xFFFFFFFF
 
@@ -26,8 +26,7 @@ def kept_by_hand(t, budget, recent, seed, layer, head):
 
 def test_kept_positions_and_outputs():
   budget, recent, seed, lengths = 11, 3, 7, [20, 5]
-  layer = Layer(Random(budget, recent, seed), Stream.random(0, tokens=110), capacity=110)
-  layer.prefill(lengths)
+  layer = begun(Random(budget, recent, seed), Stream.random(0, tokens=110), lengths, capacity=110)
   number = layer.at.layer
   follow(layer, lengths, 85, lambda b, h, t: kept_by_hand(t, budget, recent, seed, number, h))
 

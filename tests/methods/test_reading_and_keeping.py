@@ -4,14 +4,11 @@ The oracle is NumPy in float64: it knows which positions stand in which slots (f
 whose own file tests it), and computes bounds, pages and attention from the stream.
 """
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import (
-  ART,
   Cache,
   Env,
   ExpectedAttention,
@@ -24,14 +21,14 @@ from kvjax import (
   settings,
 )
 from kvjax.testing import LAWS, Case
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend, keys, probabilities, queries
+from kvjax.testing.layer import Stream
+from tests.oracles import attend, begun, keys, probabilities, queries
 from tests.selection import Watched
+from tests.selection import read as watched
 
 PAGE = 4
 ATTENDED = 2e-5  # float32 against NumPy's float64; kernels sum in another order
 BOUNDS = 1e-5  # keys rotated in float32 against float64: nothing is summed
-WALKED = 2e-6  # the same float32 products, summed tile by tile
 
 
 class OverSnapKV(Quest):
@@ -93,11 +90,9 @@ def test_a_generation(base, impl):
   """Long enough for every slot to be used again; one row starts below the budget."""
   stream, env = Stream.random(5, tokens=72), Env(4, impl=impl, tile=4)
   method = Quest(2 * PAGE, PAGE, base=base, dense_layers=0)
-  watched = impl == "reference"  # kernels that walk a table return no logits
-  read = Layer(Watched(method) if watched else method, stream, env=env)
-  kept = Layer(base, stream)
-  for layer in (read, kept):
-    layer.prefill([30, 9])
+  told = impl == "reference"  # kernels that walk a table return no logits
+  read = begun(Watched(method) if told else method, stream, [30, 9], env=env)
+  kept = begun(base, stream, [30, 9])
   for step in range(34):
     at = [30 + step, 9 + step]
     before = np.asarray(kept.cache.pos)
@@ -110,9 +105,8 @@ def test_a_generation(base, impl):
         pages = pages_read(stream, before[b, h], after[b, h], b, h, t, 2)
         slots = [s for j in pages for s in range(j * PAGE, min((j + 1) * PAGE, after.shape[2]))]
         slots = [s for s in slots if after[b, h, s] >= 0]
-        if watched:
-          found = np.asarray(aux["slots"][b, h])
-          assert sorted(found[found >= 0].tolist()) == slots, (step, b, h)
+        if told:
+          assert sorted(watched(aux, b, h)) == slots, (step, b, h)
         assert aux["visited"][b, h] == len(slots)
         held = after[b, h][slots]
         np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, held), atol=ATTENDED)
@@ -126,21 +120,10 @@ def test_bytes_are_those_of_what_is_kept():
   assert cache.heads["key_min"].shape == (1, 2, 64, 64)
 
 
-@pytest.mark.slow  # a generation in the core says which slots are read
-def test_reads_no_more_than_its_budget():
-  stream = Stream.random(6, tokens=60)
-  layer = Layer(Quest(8, PAGE, base=SnapKV(24, 4), dense_layers=0), stream)
-  layer.prefill([40, 33])
-  for step in range(12):
-    _, aux = layer.decode([40 + step, 33 + step])
-    assert np.asarray(aux["visited"]).max() <= 8
-
-
 def test_a_second_turn_makes_all_bounds_anew():
   """A cut moves every slot: the bounds are those of what stands there now."""
   stream = Stream.random(7, tokens=70)
-  layer = Layer(Quest(8, PAGE, base=SnapKV(18, 3), dense_layers=0), stream)
-  layer.prefill([25, 12])
+  layer = begun(Quest(8, PAGE, base=SnapKV(18, 3), dense_layers=0), stream, [25, 12])
   for step in range(5):
     layer.decode([25 + step, 12 + step])
   layer.prefill([11, 20], start=[30, 17], past=None)
@@ -155,8 +138,7 @@ def test_a_second_turn_makes_all_bounds_anew():
 
 def test_the_oracle_reads_what_weighs_most_of_what_is_kept():
   stream = Stream.random(8, tokens=60)
-  layer = Layer(Watched(TopKOracle(6, base=SnapKV(18, 3), dense_layers=0)), stream)
-  layer.prefill([40, 26])
+  layer = begun(Watched(TopKOracle(6, base=SnapKV(18, 3), dense_layers=0)), stream, [40, 26])
   for step in range(10):
     at = [40 + step, 26 + step]
     _, aux = layer.decode(at)
@@ -165,18 +147,4 @@ def test_the_oracle_reads_what_weighs_most_of_what_is_kept():
       held = pos[b, h][pos[b, h] >= 0]
       weight = probabilities(stream, b, h, at[b], held).mean(0)
       want = {int(x) for x in held[np.argsort(-weight)[:6]]}
-      found = np.asarray(aux["slots"][b, h])
-      assert {int(pos[b, h, s]) for s in found[found >= 0]} == want
-
-
-def test_is_read_early_stopped_and_measured_like_any_other():
-  """A wrapper goes around the two as around one."""
-  method = Quest(8, PAGE, base=SnapKV(24, 4), dense_layers=0)
-  stream = Stream.random(9, tokens=60)
-  outs = []
-  for one in (method, ART(patience=100, tile=PAGE, base=method)):
-    layer = Layer(one, stream)
-    layer.prefill([40, 33])
-    outs.append(layer.decode([40, 33])[0])
-  np.testing.assert_allclose(outs[1], outs[0], atol=WALKED)
-  assert dataclasses.replace(method, budget=12).base == SnapKV(24, 4)
+      assert {int(pos[b, h, s]) for s in watched(aux, b, h)} == want

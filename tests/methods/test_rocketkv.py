@@ -14,8 +14,8 @@ from kvjax import Cache, CacheSpec, Env, Full, RocketKV, Rope, SnapKV
 from kvjax.families import sight
 from kvjax.methods.rocketkv import kept
 from kvjax.testing.layer import Layer, Stream, capped
-from tests.oracles import attend, keys, queries, softmax
-from tests.selection import Watched
+from tests.oracles import attend, begun, keys, queries, softmax
+from tests.selection import Watched, check
 
 ATTENDED = 5e-6  # float32 against NumPy's float64
 
@@ -69,37 +69,27 @@ def test_pages_are_roots_rounded_up_unless_that_exceeds_the_ratio():
 def test_a_generation(budget, size, cap):
   """Every slot after the selected ones is used again; one row starts below the base's budget."""
   stream, base = Stream.random(1, tokens=90), SnapKV(size, 4, 5)
-  env = Env(4, impl="reference", soft_cap=cap)
-  read = Layer(Watched(RocketKV(budget, base=base)), stream, capacity=90, env=env)
-  alone = Layer(base, stream, capacity=90, env=env)
+  env = Env(4, impl="reference", tile=4, soft_cap=cap)
+  alone = Layer(base, stream, capacity=84, layer=2, env=env)
   page, count = sizes(size, budget, 16)
-  for layer in (read, alone):
-    layer.prefill([44, 9])
-  for step in range(40):
-    at = [44 + step, 9 + step]
-    alone.decode(at)
-    pos = np.asarray(alone.cache.pos)
-    out, aux = read.decode(at)
-    np.testing.assert_array_equal(read.cache.pos, pos)
-    for b, h in np.ndindex(2, 3):
-      held, q = pos[b, h][pos[b, h] >= 0], queries(stream, b, h, at[b])
-      total = weights(q, keys(stream, b, h, held), page, count, cap)
-      # Tokens of a page are alike but for rounding, here of float64.
-      want = sorted(range(len(held)), key=lambda i: (-round(total[i], 12), i))
-      want = want[: budget // 2] if len(held) > budget else want
-      found = np.asarray(aux["slots"][b, h])
-      assert sorted(found[found >= 0].tolist()) == sorted(want), (step, b, h)
-      assert aux["visited"][b, h] == len(want)
-      expected = attend(stream, b, h, at[b], held[want], cap)
-      np.testing.assert_allclose(out[b, h], expected, atol=ATTENDED)
+
+  def oracle(b, h, t):
+    pos = np.asarray(alone.cache.pos)[b, h]
+    held = pos[pos >= 0]
+    total = weights(queries(stream, b, h, t), keys(stream, b, h, held), page, count, cap)
+    # Tokens of a page are alike but for rounding, here of float64.
+    order = sorted(range(len(held)), key=lambda i: (-round(total[i], 12), i))
+    return sorted(order[: budget // 2] if len(held) > budget else order)
+
+  method, how = RocketKV(budget, base=base), {"cap": cap, "alone": alone, "ordered": False}
+  check(method, stream, [44, 9], 40, oracle, **how)
 
 
 @pytest.mark.parametrize("capacity", [20, 40])
 def test_rows_within_the_budget_are_attended_to_as_a_whole(capacity):
   """Whatever the capacity, which may be the budget: then there is nothing to search."""
   stream = Stream.random(2, tokens=40)
-  layer = Layer(Watched(RocketKV(20, base=SnapKV(30, 4))), stream, capacity=capacity)
-  layer.prefill([15, 12])
+  layer = begun(Watched(RocketKV(20, base=SnapKV(30, 4))), stream, [15, 12], capacity=capacity)
   for step in range(4):
     at = [15 + step, 12 + step]
     out, aux = layer.decode(at)
@@ -131,8 +121,7 @@ def test_of_channels_that_weigh_the_same_the_first_are_looked_at():
 def test_a_query_of_zeros_reads_the_first_slots():
   stream = Stream.random(3, tokens=20)
   stream.q[:, :, :, 14] = 0
-  layer = Layer(Watched(RocketKV(6, base=SnapKV(9, 2))), stream)
-  layer.prefill([14, 14])
+  layer = begun(Watched(RocketKV(6, base=SnapKV(9, 2))), stream, [14, 14])
   out, aux = layer.decode([14, 14])
   assert np.isfinite(out).all()
   assert np.sort(np.asarray(aux["slots"]), -1)[..., -3:].tolist() == [[[0, 1, 2]] * 3] * 2

@@ -27,19 +27,6 @@ def test_rotate_against_complex_numbers():
   np.testing.assert_allclose(small, complex_oracle(x, pos % 16, freq), atol=1e-5)
 
 
-def test_logits_depend_on_distance_only():
-  rng = np.random.default_rng(1)
-  q, k = np.float32(rng.normal(size=(2, 1, 16)))
-  rope = Rope(theta=1e5)
-
-  def logit(i, j):
-    turned = rotate(rope, q, np.array([i])), rotate(rope, k, np.array([j]))
-    return float(np.vdot(*turned))
-
-  assert logit(9, 4) == pytest.approx(logit(109, 104), abs=1e-4)
-  assert logit(9, 4) != pytest.approx(logit(9, 5), abs=1e-3)
-
-
 ROPES = [
   Rope(5e5),
   Rope(scaling=Linear(4.0)),

@@ -15,6 +15,7 @@ from kvjax.families.selective import Selective, Tiles
 from kvjax.ops import selection, tiles
 from kvjax.testing.layer import Layer, Stream
 from tests.compiled import compiled
+from tests.oracles import begun
 from tests.selection import Watched, choose
 
 
@@ -143,28 +144,6 @@ def test_a_row_of_dense_below_slots_is_not_short():
   assert count(scores, stop).tolist() == [[7], [3], [3]]
 
 
-def test_summaries_follow_the_cache():
-  """After a prompt, a second turn and every step they are those of the keys that are there."""
-  stream = Stream.random(0, tokens=60)
-  layer = Layer(FirstChannel(), stream, capacity=50)
-
-  def check():
-    k, used = np.asarray(layer.cache.slots["k"]), np.asarray(layer.cache.used)
-    kept = np.where(
-      np.arange(52) < used[:, None], np.pad(k[..., 0], [(0, 0)] * 2 + [(0, 2)]).swapaxes(0, 1), 0
-    )
-    want = kept.swapaxes(0, 1).reshape(2, 3, 13, 4).sum(-1)
-    np.testing.assert_allclose(layer.cache.heads["sum"], want, atol=1e-5)
-
-  layer.prefill([18, 5])
-  check()
-  layer.prefill([3, 9], start=[18, 5], past=None)
-  check()
-  for step in range(9):
-    layer.decode([21 + step, 14 + step], live=[True, step != 4])
-    check()
-
-
 @pytest.mark.slow
 def test_dense_layers_and_short_rows_read_everything():
   stream = Stream.random(1, tokens=40)
@@ -185,8 +164,7 @@ def test_dense_layers_and_short_rows_read_everything():
 def test_ratio_widens_what_is_scored():
   stream = Stream.random(2, tokens=60)
   method = FirstChannel(picks=2)
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill([50, 13])
+  layer = begun(method, stream, [50, 13], capacity=60)
   scores = layer.cache.heads["sum"]
   visible = sight.visible(layer.at, layer.cache)
   select = compiled(functools.partial(method._select, layer.at))
@@ -200,8 +178,7 @@ def test_ratio_widens_what_is_scored():
 
 def test_a_window_bounds_the_choice():
   stream = Stream.random(3, tokens=40)
-  layer = Layer(Watched(FirstChannel(hides=18, picks=3)), stream, capacity=40)
-  layer.prefill([36, 30])
+  layer = begun(Watched(FirstChannel(hides=18, picks=3)), stream, [36, 30], capacity=40)
   _, aux = layer.decode([36, 30])
   slots = np.asarray(aux["slots"])
   assert (slots[slots >= 0] >= 18).all() and (slots == 18).any()

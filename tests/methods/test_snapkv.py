@@ -4,8 +4,16 @@ import numpy as np
 import pytest
 
 from kvjax import SnapKV
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import follow, held, pooled, probabilities, window_mass
+from kvjax.testing.layer import Stream
+from tests.oracles import (
+  begun,
+  further_turn,
+  generation,
+  in_turn,
+  pooled,
+  probabilities,
+  window_mass,
+)
 
 
 def selected(stream, b, h, held, n, method):
@@ -21,8 +29,7 @@ def test_worked_example():
   """Window 1, no pooling, budget 3: the last query's two favourites stay beside it."""
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=6, head_dim=2)
   p = probabilities(stream, 0, 0, 5, range(6))[0]
-  layer = Layer(SnapKV(3, window_size=1, pool=1), stream)
-  layer.prefill([6])
+  layer = begun(SnapKV(3, window_size=1, pool=1), stream, [6])
   want = sorted([*np.argsort(-p[:5])[:2].tolist(), 5])
   assert layer.cache.pos[0, 0].tolist() == want
 
@@ -30,39 +37,20 @@ def test_worked_example():
 @pytest.mark.core(1)
 @pytest.mark.parametrize(("reduce", "pool"), [("avg", 5), ("max", 7), ("avg", 1)])
 def test_prompt_and_long_decode(reduce, pool):
-  method = SnapKV(12, 4, pool, reduce)
-  stream, lengths = Stream.random(1, kv_heads=2, tokens=90), [31, 9]
-  layer = Layer(method, stream, capacity=90)
-  layer.prefill(lengths)
-  parts = {
-    (b, h): selected(stream, b, h, list(range(n)), n, method)
-    for b, n in enumerate(lengths)
-    for h in range(2)
-  }
+  method, stay = SnapKV(12, 4, pool, reduce), {}
+  stream = Stream.random(1, kv_heads=2, tokens=90)
 
-  def kept(b, h, t):
-    heavy, others = parts[b, h]
-    if len(heavy) + len(others) == method.budget:
-      others.pop(0)
-    others.append(t)
-    return heavy + others
+  def prompt(b, h, n):
+    stay[b, h], others = selected(stream, b, h, list(range(n)), n, method)
+    return stay[b, h] + others
 
-  follow(layer, lengths, 55, kept)
+  generation(method, stream, [31, 9], 55, prompt, in_turn(method.budget, stay))
 
 
 @pytest.mark.slow
 def test_a_second_turn_selects_anew():
   """The new turn's window ranks what the first left, and the first turn's answer, with its own."""
-  method = SnapKV(12, 4, 3)
-  stream = Stream.random(2, batch=1, kv_heads=2, tokens=60)
-  layer = Layer(method, stream, capacity=60)
-  layer.prefill([30])
-  for t in range(30, 40):
-    layer.decode([t])
-  before = np.asarray(layer.cache.pos)[0]
-  layer.prefill([9], start=[40], past=None)
-  for h in range(2):
-    heavy, others = selected(
-      stream, 0, h, sorted([*before[h].tolist(), *range(40, 49)]), 49, method
-    )
-    assert held(layer.cache, 0, h) == sorted(heavy + others)
+  method, stream = SnapKV(12, 4, 3), Stream.random(2, batch=1, kv_heads=2, tokens=60)
+  for b, h, text, seen, found in further_turn(method, stream, [30], 10, [9]):
+    heavy, others = selected(stream, b, h, text, seen, method)
+    assert found == sorted(heavy + others)

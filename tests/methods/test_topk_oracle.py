@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import TopKOracle
-from kvjax.testing.layer import Layer, Stream
-from tests.oracles import probabilities
+from kvjax.testing.layer import Stream
+from tests.oracles import begun, probabilities
 from tests.selection import Watched, check, choose
 
 
@@ -28,27 +28,23 @@ def test_worked_example():
   logits = np.cos([3, 2, 1, 0]) * [2, 1, 3, -9]
   order = [int(j) for j in np.argsort(-logits)]
   assert order == [2, 1, 0, 3]
-  layer = Layer(Watched(TopKOracle(budget=2)), stream)
-  layer.prefill([3])
+  layer = begun(Watched(TopKOracle(budget=2)), stream, [3])
   _, aux = layer.decode([3])
   assert aux["slots"][0, 0].tolist() == order[:2]
 
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
-  ("budget", "sinks", "local"), [(7, 0, 0), (12, 2, 4), (9, 3, 6), (1, 0, 0), (1, 0, 1)]
+  ("sizes", "cap"),
+  [
+    *(((7, 0, 0), None), ((12, 2, 4), None), ((9, 3, 6), None), ((1, 0, 0), None)),
+    *(((1, 0, 1), None), ((7, 0, 0), 0.7)),
+  ],
 )
-def test_a_generation(budget, sinks, local):
+def test_a_generation(sizes, cap):
   """From prompts shorter and longer than the budget to well beyond it, rows apart in length."""
   stream = Stream.random(1, tokens=60)
-  method = TopKOracle(budget, sinks, local)
-  check(method, stream, [17, 3], 40, oracle(stream, budget, sinks, local))
-
-
-@pytest.mark.slow
-def test_a_generation_under_a_soft_cap():
-  stream = Stream.random(1, tokens=60)
-  check(TopKOracle(7, 0, 0), stream, [17, 3], 40, oracle(stream, 7, 0, 0, 0.7), cap=0.7)
+  check(TopKOracle(*sizes), stream, [17, 3], 40, oracle(stream, *sizes, cap), cap=cap)
 
 
 def test_equal_tokens_go_by_position():

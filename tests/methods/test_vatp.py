@@ -3,9 +3,9 @@
 import numpy as np
 
 from kvjax import VATP
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Stream
 from tests.gathered import Gathered
-from tests.oracles import follow
+from tests.oracles import begun, follow
 
 
 class Weighted(Gathered):
@@ -25,16 +25,14 @@ def test_worked_example():
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=6)
   stream.k[:], stream.v[:] = 0, 1
   stream.v[0, 0, 1] = 0.01
-  layer = Layer(VATP(budget=4, recent=2, sinks=1), stream)
-  layer.prefill([6])
+  layer = begun(VATP(budget=4, recent=2, sinks=1), stream, [6])
   assert layer.cache.pos[0, 0].tolist() == [0, 2, 4, 5]
 
 
 def test_kept_sets_over_a_generation():
   budget, recent, lengths = 12, 4, [21, 6]
   stream = Stream.random(1, kv_heads=2, tokens=90)
-  layer = Layer(VATP(budget, recent, sinks=2), stream, capacity=90)
-  layer.prefill(lengths)
+  layer = begun(VATP(budget, recent, sinks=2), stream, lengths, capacity=90)
   lists = Weighted.of(stream, lengths, budget, recent)
 
   def kept(b, h, t):

@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Span, Window, Wrapper, settings
-from kvjax.families import sight
-from kvjax.testing import LAWS, Case
+from kvjax import CIS, PRR, Cache, Carry, Env, Prompt, Quest, Window, Wrapper
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend
+from tests.oracles import begun, follow, read_prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,29 +37,10 @@ class Apart(Wrapper):
     return Window(self.sinks, jnp.where(retrieves, 0, first))
 
 
-def _example(cls, budget):
-  return cls(sinks=1, local=max(1, budget // 2))
-
-
-def _neutral(cls, length):
-  return cls(local=length)
-
-
-settings.register(Apart, example=_example, neutral=_neutral)
-
-
 HEADS = 3  # of the layers below; the laws' decoder has two
 CLOSE = 5e-6  # float32 against NumPy's float64; kernels and chunks sum in another order
 SELECTED = 2e-5  # a kernel against the reference, after eight steps; both sum in float32
 LENGTHS = [33, 9]
-
-
-class OfTwo(Apart):
-  """As the laws' decoder has it."""
-
-  def window(self, at, qpos):
-    first = qpos[:, None] - self.local + 1
-    return Window(self.sinks, jnp.where(self._retrieves(at, 2)[:, None], 0, first))
 
 
 def seen(method, h, t):
@@ -75,20 +54,12 @@ def seen(method, h, t):
 def test_a_prompt_and_a_generation(impl, local):
   stream, method = Stream.random(3, tokens=60), Apart(sinks=2, local=local)
   layer = Layer(method, stream, env=Env(4, impl=impl, tile=4))
-  out = layer.prefill(LENGTHS)
-  for b, length in enumerate(LENGTHS):
-    for t in range(length):
-      for h in range(HEADS):
-        want = attend(stream, b, h, t, seen(method, h, t))
-        np.testing.assert_allclose(out[b, h, :, t], want, atol=CLOSE)
-  for step in range(20):
-    at = [n + step for n in LENGTHS]
-    out, aux = layer.decode(at)
-    for b, t in enumerate(at):
-      for h in range(HEADS):
-        positions = seen(method, h, t)
-        assert aux["visited"][b, h] == len(positions)
-        np.testing.assert_allclose(out[b, h], attend(stream, b, h, t, positions), atol=CLOSE)
+
+  def sees(b, h, t):
+    return seen(method, h, t)
+
+  read_prompt(layer, LENGTHS, sees, atol=CLOSE)
+  follow(layer, LENGTHS, 20, lambda b, h, t: range(t + 1), sees, atol=CLOSE)
 
 
 @pytest.mark.slow
@@ -118,43 +89,12 @@ def test_what_selects_selects_within_a_heads_window(base):
   """Kernels and the reference choose and attend alike, and nothing that a head does not see."""
   stream, outs = Stream.random(5, tokens=60), []
   for impl in ("reference", "pallas"):
-    layer = Layer(Apart(base=base, local=9), stream, env=Env(4, impl=impl, tile=4))
-    layer.prefill(LENGTHS)
+    layer = begun(Apart(base=base, local=9), stream, LENGTHS, env=Env(4, impl=impl, tile=4))
     outs.append([layer.decode([n + step for n in LENGTHS]) for step in range(8)])
   for (a, x), (b, y) in zip(*outs, strict=True):
     np.testing.assert_allclose(b, a, atol=SELECTED)
     np.testing.assert_array_equal(y["visited"], x["visited"])
     assert (np.asarray(x["visited"])[:, 1] <= 2 + 9).all()
-
-
-CORE = {"neutral_setting_equals_full", "tight_setting_has_an_effect"}
-# Those are put to a single layer, which has more heads than the decoder of the others.
-OF_A_LAYER = {
-  *("heads_sharded_over_two_devices", "nan_is_loud_and_leaves_no_trace", "nan_raises_when_asked"),
-  "pallas_equals_reference_in_a_layer",  # the tests above
-}
-
-
-@pytest.mark.parametrize(
-  "law",
-  [
-    pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE))
-    for law in LAWS
-    if law not in OF_A_LAYER
-  ],
-)
-def test_obeys_the_laws(law):
-  LAWS[law](Case(OfTwo))
-
-
-def test_a_span_for_each_head():
-  method, at = Apart(), Apart().at(Env(4, impl="reference"), 0)
-  cache = Cache.empty(method, Stream.random(0, tokens=20).spec(20), 0)
-  cache = cache.put(rows={"seen": jnp.array([12, 4]), "used": jnp.array([12, 4])})
-  span = sight.visible(at, cache).span
-  assert isinstance(span, Span)
-  np.testing.assert_array_equal(span.start, [[0, 7, 0], [0, -1, 0]])
-  np.testing.assert_array_equal(span.stop, [[12] * 3, [4] * 3])
 
 
 def test_cudnn_refuses():

@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax import ART, Env, Full, Quest, SnapKV, StreamingLLM
+from kvjax import ART, Env, Full
 from kvjax.testing import check
-from kvjax.testing.layer import Layer, Stream
+from kvjax.testing.layer import Stream
 from tests.methods.art_walks import known_walk, newest_tiles, walk
-from tests.oracles import keys, queries
+from tests.oracles import begun, keys, queries
 
 
 def first_tile_first(order):
@@ -36,8 +36,7 @@ def test_known_lengths_against_a_loop(kwargs, impl):
   order = newest_tiles(4)
   order = first_tile_first(order) if method.sinks else order
   stream, lengths = Stream.random(0, tokens=90, head_dim=48), [57, 30]
-  layer = Layer(method, stream, capacity=90, env=Env(4, impl=impl, tile=4))
-  layer.prefill(lengths)
+  layer = begun(method, stream, lengths, capacity=90, env=Env(4, impl=impl, tile=4))
   shorter = longer = close = 0
   for i in range(12):
     at, before = [n + i for n in lengths], np.asarray(layer.cache.heads["walk"])
@@ -69,32 +68,12 @@ def test_known_lengths_against_a_loop(kwargs, impl):
 def test_a_new_prompt_is_read_whole():
   """Lengths are of one answer: a turn's first step reads everything."""
   method = ART(tau=9, phi=9, patience=1, tile=4, margin=1)
-  layer = Layer(method, Stream.random(1, tokens=90), capacity=90)
-  layer.prefill([40, 30])
+  layer = begun(method, Stream.random(1, tokens=90), [40, 30], capacity=90)
   for i in range(2):
     layer.decode([40 + i, 30 + i])
   assert (np.asarray(layer.cache.heads["walk"]) > 0).all()
   layer.prefill([8, 8])
   assert (np.asarray(layer.cache.heads["walk"]) == 0).all()
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"margin": 0}, r"ART\.margin: found 0, expected 1 or more"),
-    ({"margin": 2, "certify": 0.1}, r"ART\.margin: found 2, expected None with certify"),
-    ({"margin": 2, "stop": "head"}, r"ART\.stop: found 'head', expected 'group' with margin"),
-    ({"margin": 2, "splits": 4}, r"ART\.splits: found 4, expected 1 with margin"),
-    *[
-      ({"margin": 2, "base": base}, r"ART\.margin: found base .*, expected one that keeps every")
-      for base in (SnapKV(24, window_size=4), Quest(24, 4), StreamingLLM(20))
-    ],
-  ],
-  ids=str,
-)
-def test_what_known_lengths_ask_for(kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    ART(**kwargs)
 
 
 @dataclasses.dataclass(frozen=True)

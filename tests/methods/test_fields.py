@@ -81,6 +81,7 @@ def test_what_is_within_is_taken(field, taken):
     assert getattr(Declared(**{field: value}), field) is value
 
 
+@pytest.mark.parametrize("cls", [Declared, Other])
 @pytest.mark.parametrize(
   ("values", "message"),
   [
@@ -92,9 +93,9 @@ def test_what_is_within_is_taken(field, taken):
     ({"even": "2"}, "even: found '2', expected int or None"),
   ],
 )
-def test_types_come_before_bounds(values, message):
-  with pytest.raises(TypeError, match=re.escape(f"Declared.{message}")):
-    Declared(**values)
+def test_types_come_before_bounds(cls, values, message):
+  with pytest.raises(TypeError, match=re.escape(f"{cls.__name__}.{message}")):
+    cls(**values)
 
 
 def test_fields_are_held_against_each_other():

@@ -20,6 +20,7 @@ from kvjax.models.decode.generate import generate, prefill
 from kvjax.runtime.shared_prefill import take
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
+from tests.oracles import begun
 
 FULL, WINDOW, EVICTS = kvjax.Full(), kvjax.StreamingLLM(16), kvjax.H2O(16)
 INFLLM = kvjax.settings.example(kvjax.InfLLM, 16)
@@ -59,8 +60,9 @@ def test_room_is_counted_on_the_host():
 @pytest.mark.parametrize("method", [FULL, kvjax.TopKOracle(8, 1, 1)], ids=["full", "selective"])
 def test_a_step_beyond_the_capacity(method):
   """A loop of one's own hears of it under check_nan; the other rows' room does not matter."""
-  layer = Layer(method, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
-  layer.prefill([5, 3])
+  layer = begun(
+    method, Stream.random(0), [5, 3], capacity=6, env=Env(4, impl="reference", check_nan=True)
+  )
   layer.decode([5, 3])
   layer.decode([5, 4], live=[False, True])  # the row that is full takes no part
   name = type(method).__name__
@@ -502,59 +504,6 @@ def test_a_bounded_method_without_a_victim():
       return jnp.zeros(cache.pos.shape[:2], jnp.int32)
 
   assert Mindful(8).budget == 8
-
-
-def subclass(name):
-  """A subclass of a registered method, by another name."""
-  return dataclasses.dataclass(frozen=True)(type("Mine", (kvjax.METHODS[name],), {}))
-
-
-@pytest.mark.parametrize(
-  ("name", "values", "field"),
-  [
-    ("streaming_llm", {"budget": 1}, "budget"),
-    ("lm_infinite", {"budget": 100, "limit": 1}, "limit"),
-    ("duo_attention", {"pattern": (), "sinks": -1}, "sinks"),
-    ("h2o", {"budget": 1}, "budget"),
-    ("vatp", {"sinks": -1}, "sinks"),
-    ("tova", {"budget": 1}, "budget"),
-    ("random", {"recent": 0}, "recent"),
-    ("snapkv", {"pool": 2}, "pool"),
-    ("pyramidkv", {"beta": 0}, "beta"),
-    ("expected_attention", {"future": 0}, "future"),
-    ("knorm", {"budget": 0}, "budget"),
-    ("keydiff", {"budget": -1}, "budget"),
-    ("lagkv", {"sinks": -1}, "sinks"),
-    ("chunkkv", {"chunk": 0}, "chunk"),
-    ("r_kv", {"weight": 3}, "weight"),
-    ("longflow", {"per": "token"}, "per"),
-    ("quest", {"page": 0}, "page"),
-    ("topk_oracle", {"sinks": -1}, "sinks"),
-    ("infllm_v2", {"block": 0}, "block"),
-    ("rocketkv", {"budget": 1}, "budget"),
-    ("double_sparsity", {"sinks": -1}, "sinks"),
-    ("hshare", {"layers": 0.0}, "layers"),
-    ("cis", {"per": "token"}, "per"),
-    ("psaw", {"phi": 3}, "phi"),
-    ("etf", {"psi": 3}, "psi"),
-    ("art", {"certify": 3.0}, "certify"),
-    ("prr", {"budget": -1}, "budget"),
-    ("twilight", {"p": 0.0}, "p"),
-    ("infllm", {"representatives": 0}, "representatives"),
-    ("ltri", {"ratio": "x"}, "ratio"),
-    ("h2o", {"budget": 1.5}, "budget"),
-  ],
-)
-def test_errors_name_the_class_that_was_asked_for(name, values, field):
-  for cls in (kvjax.METHODS[name], subclass(name)):
-    with pytest.raises((ValueError, TypeError), match=rf"^{cls.__name__}\.{field}: found"):
-      cls(**values)
-
-
-def test_errors_of_parts_name_the_whole():
-  for cls in (kvjax.CPE, subclass("cpe")):
-    with pytest.raises(ValueError, match=rf"^{cls.__name__}: PSAW\.phi: found 3"):
-      cls(phi=3)
 
 
 def test_moves_that_are_missing_name_the_outermost_method():

@@ -78,9 +78,6 @@ class Oracle:
     self.held: list = [(None, -1)] * m.held  # block, when it was last used
     self.kept: list = []
 
-  def head_key(self, h, j):
-    return self.k[h, j]
-
   def tokens(self, block):
     start = self.m.init_tokens + block * self.m.block
     return range(start, start + self.m.block)

@@ -407,16 +407,12 @@ FAMILIES = {
 }
 
 
-def write(folder: pathlib.Path, family: Family, *, template: str = "jinja") -> pathlib.Path:
-  """The tokenizer's files of a published folder, the template in a file or in the settings."""
+def write(folder: pathlib.Path, family: Family) -> pathlib.Path:
+  """The tokenizer's files of a published folder."""
   folder.mkdir(parents=True, exist_ok=True)
   family.backend.save(str(folder / "tokenizer.json"))
-  settings = dict(family.settings)
-  if template == "jinja":
-    (folder / "chat_template.jinja").write_text(family.template)
-  else:
-    settings["chat_template"] = family.template
-  (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+  (folder / "chat_template.jinja").write_text(family.template)
+  (folder / "tokenizer_config.json").write_text(json.dumps(family.settings))
   (folder / "generation_config.json").write_text(json.dumps(family.generation))
   return folder
 

@@ -261,67 +261,51 @@ def test_methods_that_move_tokens_need_the_rope():
 def test_what_does_not_fit_is_refused():
   (cache,) = made(kvjax.Full(), layers=1)
   q, k, v = plain()
-  for call, message in (
-    (lambda: kvjax.prefill(cache, q[:, :, :5], k, v), r"q: found shape \(2, 40, 5, 16\), expected"),
-    (lambda: kvjax.prefill(cache, q, k[:, :7], v), r"k: found shape \(2, 7, 3, 16\), expected"),
-    (lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:1, 0]), r"v: found shape \(1, 3, 16\)"),
+  prompts = [
+    ({"q": q[:, :, :5]}, r"q: found shape \(2, 40, 5, 16\), expected"),
+    ({"k": k[:, :7]}, r"k: found shape \(2, 7, 3, 16\), expected"),
+    ({"q": q[:, :0], "k": k[:, :0], "v": v[:, :0]}, r"q: found shape \(2, 0, 6, 16\)"),
+    ({"lengths": [40]}, r"lengths: found shape \(1,\), expected \(2,\)"),
+    ({"lengths": [41, 7]}, r"lengths: found \[41, 7\], expected values in \[0, 40\]"),
+    ({"lengths": [-3, 7]}, r"lengths: found \[-3, 7\], expected values in"),
+    ({"lengths": [3.0, 7.0]}, "lengths: found float64, expected integers"),
+    ({"lengths": [True, True]}, "lengths: found bool, expected integers"),
+    ({"starts": [[0], [1]]}, r"starts: found shape \(2, 1\)"),
+    ({"starts": [0, -1]}, r"starts: found \[0, -1\]"),
     (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([40])),
-      r"lengths: found shape \(1,\), expected \(2,\)",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, starts=np.array([[0], [1]])),
-      r"starts: found shape \(2, 1\)",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([40, 7]), starts=np.array([1, 0])),
+      {"lengths": [40, 7], "starts": [1, 0]},
       r"starts: found \[1, 0\] with lengths \[40, 7\], expected tokens within the 40 of a row",
     ),
-    (lambda: kvjax.prefill(cache, q, k, v, starts=np.array([0, -1])), r"starts: found \[0, -1\]"),
-    (lambda: made(kvjax.Full(), scale=-1.0), r"scale: found -1\.0, expected a finite number"),
-    (lambda: made(kvjax.Full(), soft_cap=0.0), r"soft_cap: found 0\.0, expected a finite number"),
-    (lambda: kvjax.stacked([]), "caches: found none"),
-    (lambda: made(kvjax.Full(), windows=(4, None)), "windows: found 2, expected one for each of 4"),
     (
-      lambda: kvjax.prefill(cache, q, k, v, sinks=jnp.ones(3)),
-      r"sinks: found shape \(3,\), expected \(6,\)",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([41, 7])),
-      r"lengths: found \[41, 7\], expected values in \[0, 40\]",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([-3, 7])),
-      r"lengths: found \[-3, 7\], expected values in",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([3.0, 7.0])),
-      "lengths: found float64, expected integers",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([True, True])),
-      "lengths: found bool, expected integers",
-    ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, np.array([9, 7]), total=np.array([9, 6])),
+      {"lengths": [9, 7], "total": [9, 6]},
       r"total: found \[9, 6\], expected one per row, at least lengths \[9, 7\]",
     ),
-    (
-      lambda: kvjax.prefill(cache, q, k, v, total=np.array([40])),
-      r"total: found shape \(1,\), expected",
-    ),
-    (lambda: kvjax.prefill(cache, q, k, v, past=-1), "past: found -1, expected an integer of 0"),
-    (
-      lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:, 0], live=np.array([1, 0])),
-      "live: found int64",
-    ),
-    (
-      lambda: kvjax.decode(cache, q[:, 0], k[:, 0], v[:, 0], live=np.array([True])),
-      r"live: found shape \(1,\), expected \(2,\)",
-    ),
+    ({"total": [40]}, r"total: found shape \(1,\), expected"),
+    ({"sinks": jnp.ones(3)}, r"sinks: found shape \(3,\), expected \(6,\)"),
+    ({"past": -1}, "past: found -1, expected an integer of 0"),
+  ]
+  for told, message in prompts:
+    arrays = {name: np.array(x) if isinstance(x, list) else x for name, x in told.items()}
+    with pytest.raises(ValueError, match=message):
+      kvjax.prefill(cache, **{"q": q, "k": k, "v": v, **arrays})
+  for told, message in (
+    ({"v": v[:1, 0]}, r"v: found shape \(1, 3, 16\)"),
+    ({"live": np.array([1, 0])}, "live: found int64"),
+    ({"live": np.array([True])}, r"live: found shape \(1,\), expected \(2,\)"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      kvjax.decode(cache, **{"q": q[:, 0], "k": k[:, 0], "v": v[:, 0], **told})
+  for told, message in (
+    ({"scale": -1.0}, r"scale: found -1\.0, expected a finite number"),
+    ({"soft_cap": 0.0}, r"soft_cap: found 0\.0, expected a finite number"),
+    ({"windows": (4, None)}, "windows: found 2, expected one for each of 4"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      made(kvjax.Full(), **told)
+  for call, message in (
+    (lambda: kvjax.stacked([]), "caches: found none"),
     (lambda: kvjax.finish([cache, cache], LENGTHS), "caches: found 2 .* expected 1"),
     (lambda: kvjax.finish([cache], LENGTHS[:1]), r"lengths: found shape \(1,\), expected \(2,\)"),
-    (lambda: kvjax.prefill(cache, q[:, :0], k[:, :0], v[:, :0]), r"q: found shape \(2, 0, 6, 16\)"),
   ):
     with pytest.raises(ValueError, match=message):
       call()

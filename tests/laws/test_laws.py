@@ -34,7 +34,7 @@ IN_THE_REST = {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
-    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention", "adakv"),
+    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention"),
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),

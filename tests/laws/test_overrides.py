@@ -29,6 +29,7 @@ from kvjax import (
   PSAW,
   TOVA,
   Active,
+  AdaKV,
   Bounded,
   Cache,
   Carry,
@@ -157,6 +158,11 @@ def forecast(base):
 
 def first_slot(self, at, cache):
   return jnp.zeros(cache.pos.shape[:2], jnp.int32)
+
+
+def first_own_slot(self, at, cache):
+  """Where heads share the slots of a layer."""
+  return cache.heads["place"][..., 0]
 
 
 class First(SnapKV):
@@ -357,6 +363,7 @@ TABLE = [
   case("victim", Through(SnapKV(6, 2)), first_slot),
   case("victim", Through(First(6, 2)), ring.victim, **IN_TURN, slow=True),
   case("victim", Quantised(SnapKV(6, 2)), first_slot, slow=True),
+  case("victim", AdaKV(SnapKV(6, 2)), first_own_slot, prompt=PROMPT, slow=True),
   case("leaves", Full(), with_leaf("norm", NORM)),
   case("leaves", LongFlow(6, 2), changed("norm", new=sevens), slow=True),
   case("leaves", METHODS["h2o"](6), changed("mass", new=sevens), prompt=PROMPT, slow=True),

@@ -245,12 +245,13 @@ def test_cancelled_requests():
 
 
 def test_texts_and_stop_strings():
-  tokenizer = byte_tokenizer()
+  """The text of an answer is told as it is made, and ends before a string."""
+  tokenizer, told = byte_tokenizer(), []
   mine = batcher(tokenizer=tokenizer)
   given = {"prompt": [5, 6, 7], "limit": 20, "seed": 4}
-  mine.submit(**given)
+  mine.submit(**given, on_text=told.append)
   (whole,) = mine
-  assert whole.text == tokenizer.decode(whole.tokens.tolist())
+  assert whole.text == tokenizer.decode(whole.tokens.tolist()) == "".join(told) and len(told) > 5
   part = whole.text[3:5]
   mine.submit(**given, stop_strings=[part])
   (cut,) = mine
@@ -368,15 +369,6 @@ def test_each_request_draws_in_its_own_way():
     assert (answer.logprobs < 0).all() and len(answer.logprobs) == 20
   with pytest.raises(ValueError, match="sampling: found temperature 1, expected 0"):
     batcher(sampling=Sampling()).submit(**given, sampling=DRAWING)
-
-
-def test_text_comes_as_it_is_made():
-  tokenizer, told = byte_tokenizer(), []
-  mine = batcher(tokenizer=tokenizer)
-  mine.submit([5, 6, 7], limit=20, seed=4, on_text=told.append)
-  while not (answers := mine.ready()):
-    mine.step()
-  assert "".join(told) == answers[0].text and len(told) > 5
 
 
 def test_bad_batchers_are_refused():

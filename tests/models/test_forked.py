@@ -22,8 +22,8 @@ from kvjax.runtime.forked import branched
 from kvjax.testing import LAWS, Case, tiny
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CLOSE, LENGTHS, TOKENS
-from tests import decoder_oracle, family_models, tiny_hf
-from tests.oracles import attend
+from tests import family_models, tiny_hf
+from tests.oracles import attend, begun
 
 model = functools.partial(tiny.model, layers=2)  # that they are several is enough
 CONTEXTS = [22, 9]  # tokens of each row's context
@@ -81,8 +81,7 @@ def expected(stream, b, t):
 def forked_layer(stream, branches, impl, *, context=32, seed=3):
   """A layer of branches of contexts that the full cache has read, and the stream of all of them."""
   env = Env(4, Rope(), impl=impl, tile=4)
-  base = Layer(Full(), stream, env=env)
-  base.prefill(CONTEXTS)
+  base = begun(Full(), stream, CONTEXTS, env=env)
   every = branches_of(stream, branches, seed)
   layer = Layer(Forked(Full(), branches, context, 12), every, env=env)
   layer.cache = branched(layer.method, base.cache)
@@ -142,8 +141,7 @@ def test_a_branch_without_room_raises_where_it_is_asked():
   layer, _ = forked_layer(Stream.random(2), 2, "reference")
   env = dataclasses.replace(layer.at.env, check_nan=True)
   checked = Layer(Forked(Full(), 2, 32, 2), layer.stream, env=env)
-  base = Layer(Full(), Stream.random(2))
-  base.prefill(CONTEXTS)
+  base = begun(Full(), Stream.random(2), CONTEXTS)
   checked.cache = branched(checked.method, base.cache)
   start = np.repeat(CONTEXTS, 2)
   for step in range(2):
@@ -222,18 +220,6 @@ def test_families(family):
   windows = decoder.config.windows
   shared = [cache.layout is Layout.BRANCHED for cache in mine]
   assert shared == [w is None for w in windows] and len(set(shared)) == 2
-
-
-def test_answers_against_the_decoder_in_loops():
-  """Positions go on after the context: whole logits in NumPy float64."""
-  logits, caches = read(Full())
-  *shared, forked = fork_shared(logits, caches, Full(), 3, room=12)
-  found, said, _ = conversation(*shared, forked)
-  for row in (1, 5):
-    n, asked = LENGTHS[row // 3], ASKED[row]
-    own = [*TOKENS[row // 3, :n], *QUESTIONS[row, :asked], *said.tokens[row]]
-    want = decoder_oracle.logits(own, len(own), decoder=model())[n + asked - 1 :]
-    np.testing.assert_allclose(found[row], want, atol=CLOSE)
 
 
 def bytes_of(caches):

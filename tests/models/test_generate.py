@@ -305,14 +305,6 @@ def test_a_row_by_another_number_draws_another_text():
   assert (sample(numbers=[0, 1]) != sample(numbers=[7, 8])).any()
 
 
-def test_rows_draw_on_their_own():
-  """Two equal rows see equal logits at first; their draws differ."""
-  logits = jnp.zeros((2, CONFIG.vocab))
-  _, caches = start()
-  out, _ = generate(model(), logits, caches, FULL, steps=1, sampling=Sampling(1.0), chunk=4)
-  assert out.tokens[0, 0] != out.tokens[1, 0]
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("setting", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_narrow_sampling_is_greedy(setting):
@@ -458,13 +450,6 @@ def test_layers_that_are_alike_share_a_program():
     run(method, steps=steps, chunk=4)
   assert by_layer._prefill._cache_size() == 1
   assert by_layer._decode._cache_size() == 1
-
-
-def test_a_module_is_split_once_and_joined_back():
-  graph, leaves = split(model())
-  assert split(model())[0] == graph
-  assert hash(split(model())[0]) == hash(graph)
-  chex.assert_trees_all_equal(split(join(graph, leaves))[1], leaves)
 
 
 def test_caches_are_donated_and_updated_in_place():

@@ -69,11 +69,13 @@ def test_other_kinds_are_refused(copy, tmp_path):
       convert.load(copy)
 
 
-def test_arrays_of_another_shape(copy):
+@pytest.mark.parametrize("to", items.KINDS)
+def test_arrays_of_another_shape(folders, tmp_path, to):
+  copy = shutil.copytree(folders[to], tmp_path / "copy")
   description = json.loads((copy / "config.json").read_text())
   description["model"]["ffn"] = 128
   (copy / "config.json").write_text(json.dumps(description))
-  with pytest.raises(ValueError, match=r"layer_000\.orbax: found arrays .*96.*expected .*128"):
+  with pytest.raises(ValueError, match=rf"layer_000\.{to}: found arrays .*96.*expected .*128"):
     convert.load(copy)
 
 

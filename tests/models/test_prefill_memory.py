@@ -38,6 +38,28 @@ def is_program(x):
   return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
+TOKENS = 1 << 17
+
+
+def traced(method, impl, tokens, past):
+  """Queries and keys of a layer of an 8B shape that reads tokens, and its cache before and after.
+
+  And how many elements the largest array of the program has.
+  """
+  at, of = method.at(Env(32, impl=impl), 1), jax.ShapeDtypeStruct
+  q, kv = (of((1, 8, *shape, 128), jnp.bfloat16) for shape in ((4, tokens), (tokens,)))
+  cache = jax.eval_shape(lambda: Cache.empty(method, CacheSpec(1, TOKENS, 8, 4, 128, 32), 1))
+
+  def run(cache, q, k, v, valid):
+    prompt = Prompt(valid, valid, None, tokens, past)
+    return method.prefill(at, cache, q, k, v, prompt, Carry())[:2]
+
+  given = cache, q, kv, kv, of((1,), jnp.int32)
+  program, (_, kept) = jax.make_jaxpr(run, return_shape=True)(*given)
+  held, after = (sum(x.size for x in jax.tree.leaves(each)) for each in (cache, kept))
+  return q.size, kv.size, held, after, max(sizes(program.jaxpr))
+
+
 @pytest.mark.core(3)
 @pytest.mark.parametrize("impl", ["pallas", "reference"])
 @pytest.mark.parametrize(
@@ -58,24 +80,11 @@ def test_no_map_of_queries_and_slots(method, impl):
 
   The map of one head would have 2^34 elements, of a layer 2^39; the queries have 2^29.
   """
-  tokens, spec = 1 << 17, CacheSpec(1, 1 << 17, 8, 4, 128, 32)
-  at = method.at(Env(32, impl=impl), 1)
-  of = jax.ShapeDtypeStruct
-  kv = of((1, 8, tokens, 128), jnp.bfloat16)
-  cache = jax.eval_shape(lambda: Cache.empty(method, spec, 1))
-
-  def run(cache, q, k, v, valid):
-    prompt = Prompt(valid, valid, None, tokens, 0)
-    return method.prefill(at, cache, q, k, v, prompt, Carry())[:2]
-
-  q = of((1, 8, 4, tokens, 128), jnp.bfloat16)
-  traced, (_, kept) = jax.make_jaxpr(run, return_shape=True)(cache, q, kv, kv, of((1,), jnp.int32))
-  blocks = 32 * 512 * tokens if impl == "reference" and isinstance(method, H2O) else 0
-  assert max(sizes(traced.jaxpr)) <= max(q.size, blocks)
-  held = sum(x.size for x in jax.tree.leaves(kept))
-  assert held == sum(x.size for x in jax.tree.leaves(cache))
+  q, kv, held, after, largest = traced(method, impl, TOKENS, 0)
+  blocks = 32 * 512 * TOKENS if impl == "reference" and isinstance(method, H2O) else 0
+  assert largest <= max(q, blocks) and held == after
   if not method.traits.positional:  # what the layers above are computed beside
-    assert held < kv.size / 10
+    assert held < kv / 10
 
 
 @pytest.mark.parametrize("impl", ["pallas", "reference"])
@@ -84,18 +93,6 @@ def test_a_chunk_never_makes_the_full_cache(impl):
 
   A layer of an 8B shape of 128K tokens, read in chunks of 2,048.
   """
-  tokens, chunk, spec = 1 << 17, 2048, CacheSpec(1, 1 << 17, 8, 4, 128, 32)
-  method = DuoAttention("alternate")
-  at, of = method.at(Env(32, impl=impl), 1), jax.ShapeDtypeStruct
-  kv = of((1, 8, chunk, 128), jnp.bfloat16)
-  cache = jax.eval_shape(lambda: Cache.empty(method, spec, 1))
-
-  def run(cache, q, k, v, valid):
-    prompt = Prompt(valid, valid, None, chunk)
-    return method.prefill(at, cache, q, k, v, prompt, Carry())[:2]
-
-  q = of((1, 8, 4, chunk, 128), jnp.bfloat16)
-  traced = jax.make_jaxpr(run)(cache, q, kv, kv, of((1,), jnp.int32))
-  held = sum(x.size for x in jax.tree.leaves(cache))
-  assert held < 0.6 * 2 * 8 * tokens * 128
-  assert max(sizes(traced.jaxpr)) < 0.6 * 8 * tokens * 128
+  _, _, held, _, largest = traced(DuoAttention("alternate"), impl, 2048, None)
+  keys = 8 * TOKENS * 128
+  assert held < 0.6 * 2 * keys and largest < 0.6 * keys

@@ -28,24 +28,6 @@ def answer(decoder, logits, caches, method, live):
   return out.tokens, out.last, caches
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_row_takes_the_place_of_one_that_has_ended(method):
-  """Two rows answer; another prompt enters the second, and answers as in an idle batch."""
-  logits, caches = read(model(), method, [0, 0])
-  _, last, caches = answer(model(), logits, caches, method, [True, True])
-  mine, new = read(model(), method, [1])
-  caches, logits = insert(caches, [1], new), last.at[1].set(mine[0])
-  mixed = answer(model(), logits, caches, method, [True, True])[0]
-  spec = model().spec(2, CAPACITY)
-  idle = insert(method.init_caches(spec), [1], read(model(), method, [1])[1])
-  alone = answer(model(), logits, idle, method, [False, True])[0]
-  np.testing.assert_array_equal(mixed[1], alone[1])
-  logits, caches = read(model(), method, [0, 0])
-  _, last, caches = answer(model(), logits, caches, method, [True, True])
-  went_on = answer(model(), last, caches, method, [True, True])[0]
-  np.testing.assert_array_equal(mixed[0], went_on[0])
-
-
 @pytest.mark.slow
 def test_layers_with_a_window_of_their_own():
   """Some layers keep the newest tokens alone."""

@@ -22,6 +22,7 @@ from kvjax.runtime.shared_prefill import SharedPrefill, take
 from tests import tiny_hf
 from tests.family_models import model
 from tests.law_cases import CASES, FAMILIES
+from tests.oracles import begun
 
 GEMMA = "gemma3-parameters"  # window, full, window, full: heads of 256, a window of 24
 WINDOW, CAPACITY = 24, 72
@@ -266,12 +267,11 @@ def test_split_slots_are_refused():
 
 def test_a_window_by_hand():
   """Worked out: five tokens through a ring of three, each value the mean of what is seen."""
-  from kvjax.testing import Layer, Stream
+  from kvjax.testing import Stream
 
   method, stream = Sliding(3), Stream.random(0)
   flat = dataclasses.replace(stream, q=np.zeros_like(stream.q))  # all weights alike
-  layer = Layer(method, flat, 16)
-  layer.prefill([2] * len(flat.v))
+  layer = begun(method, flat, [2] * len(flat.v), capacity=16)
   for t in range(2, 6):
     out, _ = layer.decode([t] * len(flat.v))
     seen = np.asarray(flat.v[:, :, max(0, t - 2) : t + 1]).mean(2)

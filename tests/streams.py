@@ -1,5 +1,7 @@
 """Layers run one above the other, and the oracle of those that stream: NumPy float64, loops."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,8 +68,11 @@ def columns(stream, tokens):
 class Oracle:
   """One row of one layer: everything that was ever attended to is kept in dictionaries.
 
-  Subclasses say what stands for a block (`vectors`) and how a chunk ranks blocks (`wants`).
+  Subclasses say what stands for a block (`vectors`), how a chunk ranks blocks (`wants`), and
+  whether it is known which blocks the device has copies of (`copies`).
   """
+
+  copies = False
 
   def __init__(self, stream, b, m, cap=None):
     self.m, self.n, self.cap = m, 0, cap
@@ -147,6 +152,45 @@ class Oracle:
     """What all queries so far gave to a key (of one KV head, or of all)."""
     heads = [(i, g) for i in (range(self.heads) if h is None else [h]) for g in range(self.groups)]
     return sum(self.given.get((*i, t, j), 0.0) for i in heads for t in range(self.n))
+
+
+def read(run, oracles, count, atol=2e-5):
+  """A piece of each row's prompt, and outputs of every token beside those of oracles[b][layer]."""
+  outs = run.prefill(count, [row[0].n for row in oracles], run.method.chunk)
+  for b, row in enumerate(oracles):
+    votes: dict = {}
+    for oracle, out in zip(row, outs, strict=True) if count[b] else ():
+      want = oracle.read(count[b], votes)
+      np.testing.assert_allclose(np.moveaxis(out[b], 2, 0)[: count[b]], want, atol=atol)
+
+
+def generation(run, oracles, lengths, steps, atol=2e-5):
+  """Prompts in pieces, and steps: outputs, and which blocks each layer and row retrieves.
+
+  Returns the layer and number of every block that a prompt retrieved.
+  """
+  m, retrieved = run.method, set()
+  for count in itertools.zip_longest(*map(m.traits.pieces, lengths), fillvalue=0):
+    read(run, oracles, count, atol)
+    for b in np.flatnonzero(count):
+      row = oracles[b]
+      retrieved |= {(layer, block) for layer, oracle in enumerate(row) for block in oracle.kept}
+      for layer, oracle in enumerate(row):
+        if getattr(m, "from_top", False) and oracle.n == lengths[b]:
+          oracle.kept = row[-1].kept
+        assert run.retrieved(layer, b) == oracle.kept, (b, layer)
+        if oracle.copies:
+          held = run.caches[layer].rows["held"][b].tolist()
+          assert held == [-1 if block is None else block for block, _ in oracle.held]
+  for step in range(steps):
+    found = run.decode([row[0].n for row in oracles])
+    for b, row in enumerate(oracles):
+      votes: dict = {}
+      for oracle, (out, aux) in zip(row, found, strict=True):
+        np.testing.assert_allclose(out[b], oracle.step(votes), atol=atol)
+        blocks = aux["retrieved"][b]
+        assert blocks[blocks >= 0].tolist() == oracle.kept, (b, step)
+  return retrieved
 
 
 def similar_streams(seed, layers, tokens):

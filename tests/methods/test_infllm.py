@@ -1,14 +1,15 @@
 """InfLLM against a NumPy float64 oracle: blocks retrieved, device copies, outputs."""
 
-import numpy as np
 import pytest
 
 from kvjax import InfLLM
 from kvjax.testing.layer import Stream, rotate
-from tests.streams import Oracle, Stack
+from tests.streams import Oracle, Stack, generation, read
 
 
 class InfOracle(Oracle):
+  copies = True
+
   def vectors(self, block):
     """Per KV head the keys that most was given to."""
     return [
@@ -45,25 +46,9 @@ def test_a_generation(m, lengths, cap, impl):
   """Prompts in chunks, then steps beyond several evictions; ragged rows, three query heads each."""
   stream = Stream.random(1, tokens=60, head_dim=8)
   run = Stack(m, [stream], impl=impl, cap=cap)
-  oracles = [InfOracle(stream, b, m, cap) for b in range(2)]
-  pieces = [m.traits.pieces(n) for n in lengths]
-  for i in range(max(map(len, pieces))):
-    count = [p[i] if i < len(p) else 0 for p in pieces]
-    out = run.prefill(count, [o.n for o in oracles], m.chunk)[0]
-    for b, oracle in enumerate(oracles):
-      if count[b]:
-        want = oracle.read(count[b])
-        np.testing.assert_allclose(np.moveaxis(out[b], 2, 0)[: count[b]], want, atol=1e-5)
-        assert run.retrieved(0, b) == oracle.kept
-        held = run.caches[0].rows["held"][b].tolist()
-        assert held == [-1 if block is None else block for block, _ in oracle.held]
-  for _ in range(12):
-    out, aux = run.decode([o.n for o in oracles])[0]
-    for b, oracle in enumerate(oracles):
-      np.testing.assert_allclose(out[b], oracle.step(), atol=1e-5)
-      blocks = aux["retrieved"][b]
-      assert blocks[blocks >= 0].tolist() == oracle.kept
-  assert all(len(o.gone) > m.retrieved for o in oracles)
+  oracles = [[InfOracle(stream, b, m, cap)] for b in range(2)]
+  generation(run, oracles, lengths, 12, atol=1e-5)
+  assert all(len(oracle.gone) > m.retrieved for (oracle,) in oracles)
 
 
 @pytest.mark.slow
@@ -72,13 +57,11 @@ def test_a_turn_that_is_longer_than_all_before():
   m, start = InfLLM(3, 6, 4, 2, chunk=40, held=3, representatives=2), [30, 37]
   stream = Stream.random(1, tokens=80, head_dim=8)
   run = Stack(m, [stream])
-  oracles = [InfOracle(stream, b, m) for b in range(2)]
+  oracles = [[InfOracle(stream, b, m)] for b in range(2)]
   for count in (start, [40, 38]):
-    run.prefill(count, [oracle.n for oracle in oracles], m.chunk)
-    for b, oracle in enumerate(oracles):
-      oracle.read(count[b])
-      assert run.retrieved(0, b) == oracle.kept
-  assert all(oracle.kept for oracle in oracles)
+    read(run, oracles, count)
+    assert all(run.retrieved(0, b) == oracle.kept for b, (oracle,) in enumerate(oracles))
+  assert all(oracle.kept for (oracle,) in oracles)
 
 
 def test_kernels_that_do_not_do_it_say_so():

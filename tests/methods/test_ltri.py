@@ -17,7 +17,7 @@ from kvjax.ops import offload
 from kvjax.programs.retrieval_heads import Asking
 from kvjax.testing.layer import Stream, capped, rotate
 from tests.slow_spans import slow_counts, slow_divide, slow_elect, slow_ratio
-from tests.streams import Oracle, Stack, columns
+from tests.streams import Oracle, Stack, columns, generation, read
 
 
 class LtriOracle(Oracle):
@@ -174,33 +174,8 @@ def test_a_generation(name, impl, cap):
   streams = [Stream.random(10 + i, tokens=80, head_dim=8) for i in range(layers)]
   run = Stack(m, streams, capacity=80, impl=impl, cap=cap)
   oracles = [[LtriOracle(s, b, m, i, cap) for i, s in enumerate(streams)] for b in range(2)]
-  pieces = [m.traits.pieces(n) for n in lengths]
-  assert pieces[0] == [12, 12, 12, 9, 5]
-  retrieved = set()
-  for i in range(max(map(len, pieces))):
-    count = [p[i] if i < len(p) else 0 for p in pieces]
-    outs = run.prefill(count, [layers[0].n for layers in oracles], m.chunk)
-    for b in range(2):
-      votes: dict = {}
-      for layer, oracle in enumerate(oracles[b]):
-        if count[b]:
-          want = oracle.read(count[b], votes)
-          np.testing.assert_allclose(np.moveaxis(outs[layer][b], 2, 0)[: count[b]], want, atol=2e-5)
-          if not (m.from_top and oracle.n == lengths[b]):
-            assert run.retrieved(layer, b) == oracle.kept, (name, b, layer, i)
-          retrieved |= {(layer, block) for block in oracle.kept}
-      if m.from_top and count[b] and oracles[b][0].n == lengths[b]:
-        for layer, oracle in enumerate(oracles[b]):
-          oracle.kept = oracles[b][-1].kept
-          assert oracle.kept == run.retrieved(layer, b) and (oracle.kept or b)
-  for step in range(10):
-    found = run.decode([layers[0].n for layers in oracles])
-    for b in range(2):
-      votes = {}
-      for layer, oracle in enumerate(oracles[b]):
-        np.testing.assert_allclose(found[layer][0][b], oracle.step(votes), atol=2e-5)
-        blocks = found[layer][1]["retrieved"][b]
-        assert blocks[blocks >= 0].tolist() == oracle.kept, (name, b, layer, step)
+  assert m.traits.pieces(50) == [12, 12, 12, 9, 5]
+  retrieved = generation(run, oracles, lengths, 10)
   for b in range(2):
     for layer, oracle in enumerate(oracles[b]):
       if oracle.indexes and m.index != "mean":
@@ -321,15 +296,12 @@ def test_injected_blocks_are_retrieved():
   for forced in ([[-1, -1], [-1, -1]], [[0, 3], [2, -1]]):
     run = Stack(m, [stream], capacity=60)
     run.caches = injected(run.caches, jnp.array(forced))
-    oracles = [LtriOracle(stream, b, m, 0) for b in range(2)]
-    for oracle, blocks in zip(oracles, forced, strict=True):
+    oracles = [[LtriOracle(stream, b, m, 0)] for b in range(2)]
+    for (oracle,), blocks in zip(oracles, forced, strict=True):
       oracle.inject = [b for b in blocks if b >= 0]
-    for start in range(0, 48, 12):
-      out = run.prefill([12, 12], [start, start], 12)[0]
-      for b, oracle in enumerate(oracles):
-        want = oracle.read(12, {})
-        assert run.retrieved(0, b) == oracle.kept
-        np.testing.assert_allclose(np.moveaxis(out[b], 2, 0), want, atol=2e-5)
+    for _ in range(4):
+      read(run, oracles, [12, 12])
+      assert all(run.retrieved(0, b) == oracle.kept for b, (oracle,) in enumerate(oracles))
     for b, blocks in enumerate(forced):
       assert {x for x in blocks if x >= 0} <= set(run.retrieved(0, b))
   with pytest.raises(ValueError, match=r"blocks: found shape \(2, 1\), expected \(2, 2\)"):

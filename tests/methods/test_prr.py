@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Plan, Quest, Span, TopKOracle
+from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Quest, TopKOracle
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import attend, begun, keys, probabilities, queries
+from tests.oracles import attend, begun, probabilities
 from tests.selection import Watched, block_scores, choose, page_bounds, tokens_of
 from tests.selection import read as slots_read
 
@@ -290,22 +288,6 @@ def test_from_an_empty_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["S1", "S2", "S3"])
-@pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
-def test_strict_equals_serial_selection(base, variant):
-  stream = Stream.random(5, tokens=70)
-  serial = begun(base, stream, [45, 33], capacity=70, layer=2)
-  run = begun(
-    PRR(base, budget=1.5, variant=variant, strict=True), stream, [45, 33], capacity=70, layer=2
-  )
-  for step in range(20):
-    at = [45 + step, 33 + step]
-    (want, there), (out, aux) = serial.decode(at), run.decode(at)
-    np.testing.assert_allclose(out, want, atol=2e-6)
-    np.testing.assert_array_equal(aux["visited"], there["visited"])
-
-
-@pytest.mark.slow
 def test_without_speculation_it_is_the_base():
   stream = Stream.random(6, tokens=40)
   layers = [Layer(m, stream, layer=2) for m in (QUEST, PRR(QUEST, budget=0))]
@@ -323,62 +305,6 @@ def test_without_speculation_it_is_the_base():
 
   assert program(layers[0]) == program(layers[1])
   assert "level" not in Cache.empty(PRR(QUEST, budget=2), stream.spec(40), 1).heads  # a dense layer
-
-
-@functools.cache
-def repair(strict, variant):
-  """`attend` over given sets, jitted: tables [1, 1, 8] of tiles of 4 in a cache of 64 slots."""
-  stream = Stream.random(7, batch=1, kv_heads=1, tokens=64)
-  method = PRR(QUEST, budget=2, strict=strict, variant=variant)
-  layer = begun(method, stream, [61], layer=2)
-
-  @jax.jit
-  def run(k, v, q, true, guess):
-    cache = layer.cache.put(slots={"k": k, "v": v})
-    span = Span(jnp.zeros((1, 1), jnp.int32), cache.used[:, None])
-    cache = cache.put(heads={"foreseen": guess})
-    count = (true >= 0).sum(-1, dtype=jnp.int32)
-    plan = Plan(span, true, count, jnp.zeros(true.shape), unit=4)
-    return method.attend(layer.at, cache, plan, q).state
-
-  return stream, layer.cache, run
-
-
-@pytest.mark.slow
-@given(
-  order=st.permutations(range(16)),
-  sizes=st.tuples(st.integers(1, 8), st.integers(0, 8), st.integers(0, 8)),
-  strict=st.booleans(),
-  variant=st.sampled_from(["S1", "S2", "S3"]),
-)
-def test_repair_of_any_split(order, sizes, strict, variant):
-  """|S|, hits among them and waste as they come: the states are those of S, or of S ∪ Ŝ.
-
-  What is read in neither holds NaN; with `strict`, so does what is read in vain.
-  """
-  size, hits = sizes[0], min(sizes[:2])
-  wasted = min(sizes[2], 8 - hits)
-  true, other = list(order[:size]), list(order[size : size + wasted])
-  guess = true[size - hits :] + other
-  stream, cache, run = repair(strict, variant)
-  read = set(true)
-  if not strict and not (variant == "S1" and hits < size):
-    read |= set(guess)
-  held = [s for j in sorted(read) for s in range(4 * j, min(4 * j + 4, 61))]
-  touched = held if strict else [s for j in read | set(guess) for s in range(4 * j, 4 * j + 4)]
-  poison = np.ones(64, bool)
-  poison[touched] = False
-  k, v = (jnp.where(poison[:, None], jnp.nan, cache.slots[n]) for n in ("k", "v"))
-  tables = [np.full((1, 1, 8), -1, np.int32) for _ in range(2)]
-  tables[0][0, 0, :size], tables[1][0, 0, : len(guess)] = true, guess
-  q = queries(stream, 0, 0, 60)
-  state = run(k, v, jnp.asarray(q, jnp.float32)[None, None], *tables)
-  want = np.zeros(q.shape)
-  if held:
-    want = attend(stream, 0, 0, 60, held)
-    x = keys(stream, 0, 0, held) @ q.T / 4
-    np.testing.assert_allclose(state.lse[0, 0], np.log(np.exp(x).sum(0)), atol=1e-5)
-  np.testing.assert_allclose(state.o[0, 0], want, atol=1e-5)
 
 
 def test_art_may_not_walk_what_is_repaired():

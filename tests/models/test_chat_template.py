@@ -146,11 +146,6 @@ def test_qwen3_thinking_and_calls():
   assert '\n{"type": "function", "function": {"name": "größe", "descr' in of("qwen3", tools=[TOOL])
 
 
-def test_mistral_shows_tools_before_the_last_question():
-  text = of("mistral", tools=[{"name": "f"}])
-  assert text == '<s>[AVAILABLE_TOOLS][{"name": "f"}][/AVAILABLE_TOOLS][INST] hello[/INST]'
-
-
 def test_glm4_reads_tools_in_a_message():
   messages = [{"role": "system", "content": "", "tools": [{"name": "f"}]}, *HELLO]
   assert of("glm4", messages) == (
@@ -173,11 +168,6 @@ def test_gpt_oss_macros_effort_and_date():
     "<|end|><|start|>developer<|message|>type größe = z: int,a: str<|end|>"
     "<|start|>user<|message|>hello<|end|><|start|>assistant"
   )
-
-
-def test_llama2_refuses_roles_that_do_not_alternate():
-  with pytest.raises(ValueError, match="does not take these messages: roles must alternate"):
-    of("llama2", [*HELLO, *HELLO])
 
 
 # ---- limits

@@ -18,23 +18,10 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.models.io import convert, items
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.models.nn.config import ModelConfig
 from scripts.examples import tiny
 from tests import tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-  path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-  tiny_gguf.write(path)
-  return path
-
-
-@pytest.fixture(scope="module")
-def checkpoint(source, tmp_path_factory):
-  return convert.convert(source, tmp_path_factory.mktemp("made") / "tiny", progress=False)
 
 
 def logits_of(model, tokens):
@@ -67,31 +54,6 @@ def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
   assert model.config.tie_embeddings == tied
   want = tiny_gguf.forward(stored, PROMPT)
   np.testing.assert_allclose(logits_of(model, PROMPT), want, rtol=2e-4, atol=2e-4)
-
-
-def test_config_and_layout(checkpoint):
-  config = convert.read_config(checkpoint)
-  assert config == ModelConfig(
-    vocab=tiny_gguf.V,
-    dim=64,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn=96,
-    rope=kvjax.Rope(500.0),
-    norm_eps=float(np.float32(1e-5)),
-    tie_embeddings=True,
-    max_context=128,
-  )
-  found = sorted(path.name for path in (checkpoint / "items").iterdir())
-  assert found == sorted(f"{name}.safetensors" for name in convert.item_names(config))
-  model, tokenizer = convert.load(checkpoint, dtype=jnp.float32)
-  layer = model.layers[0]
-  assert layer.attention.wqkv.shape == (64, 2, 2 + 2, 16)
-  assert layer.attention.wo.shape == (2, 2, 16, 64)
-  assert layer.mlp.gate_up.shape == (64, 2, 96)
-  assert tokenizer.decode(tokenizer.encode("hello 12")) == "hello 12"
 
 
 def test_restores_to_any_dtype(checkpoint):

@@ -16,18 +16,6 @@ from kvjax.programs import common, convert_checkpoint
 from tests import tiny_gguf
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-  path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-  tiny_gguf.write(path)
-  return path
-
-
-@pytest.fixture(scope="module")
-def checkpoint(source, tmp_path_factory):
-  return convert.convert(source, tmp_path_factory.mktemp("made") / "tiny", progress=False)
-
-
 @pytest.mark.parametrize(
   ("kind", "dtype", "want"),
   [

@@ -1,11 +1,6 @@
 """Precision by name, and the same numbers whether or not 64-bit types are enabled."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +9,12 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.io import convert
 from kvjax.models.nn.config import PRECISIONS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.testing import tiny
 from tests import tiny_hf
-
-REPO = pathlib.Path(__file__).resolve().parents[2]
 
 
 def products(model):
@@ -75,49 +69,21 @@ def test_names_and_dtypes_that_disagree(tmp_path):
 
 @pytest.mark.slow
 def test_x64_changes_nothing(tmp_path):
-  """Prompt and steps of two methods in processes of their own, with and without jax_enable_x64."""
+  """A checkpoint that is loaded, prompts and generations of two methods, and their caches."""
   source = tiny_hf.write(tmp_path / "x", tiny_hf.CASES["qwen3"])
   made = convert.convert(source, tmp_path / "made", progress=False)
-  script = textwrap.dedent("""
-    import sys
-    import jax, numpy as np
-    import kvjax
-    from kvjax.models.io import convert
-    from kvjax.models.decode.generate import generate, prefill
-    from tests import tiny_hf
+  tokens, lengths = tiny_hf.tokens()[:, :24], np.array([24, 9], np.int32)
 
-    model, _ = convert.load(sys.argv[1], precision="float32", impl="reference")
-    out = {"x64": np.array(jax.config.jax_enable_x64)}
-    tokens, lengths = tiny_hf.tokens()[:, :24], np.array([24, 9], np.int32)
+  def run():
+    model, _ = convert.load(made, precision="float32", impl="reference")
     for method in (kvjax.Full(), kvjax.StreamingLLM(budget=16)):
       caches = method.init_caches(model.spec(2, 32))
       logits, caches = prefill(model, tokens, lengths, caches, method)
-      made, caches = generate(
-        model, logits, caches, method, steps=4, return_logits=True, chunk=2
-      )
-      name = type(method).__name__
-      out[f"{name}/prompt"], out[f"{name}/steps"] = logits, made.logits
-      out[f"{name}/tokens"] = made.tokens
-      for i, leaf in enumerate(jax.tree.leaves(caches)):
-        out[f"{name}/cache {i}"] = leaf
-    np.savez(sys.argv[2], **out)
-    """)
-  found = []
-  for flag in "01":
-    file = tmp_path / f"{flag}.npz"
-    done = subprocess.run(
-      [sys.executable, "-c", script, str(made), str(file)],
-      cwd=REPO,
-      env={**os.environ, "JAX_ENABLE_X64": flag},
-      capture_output=True,
-      text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    with np.load(file) as stored:
-      found.append(dict(stored))
-  plain, wide = found
-  assert (bool(plain.pop("x64")), bool(wide.pop("x64"))) == (False, True)
-  assert plain.keys() == wide.keys()
-  for name, x in plain.items():
-    assert wide[name].dtype == x.dtype, name
-    np.testing.assert_allclose(wide[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
+      yield generate(model, logits, caches, method, steps=4, return_logits=True, chunk=2)
+
+  plain = jax.tree.leaves([(out.tokens, out.logits, caches) for out, caches in run()])
+  with jax.enable_x64(True):
+    wide = jax.tree.leaves([(out.tokens, out.logits, caches) for out, caches in run()])
+  for x, y in zip(plain, wide, strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-6)

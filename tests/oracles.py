@@ -81,7 +81,7 @@ def read_prompt(layer, lengths, seen, atol=3e-6, places=None):
       np.testing.assert_allclose(out[b, h, :, t], want, atol=atol)
 
 
-def generation(method, stream, lengths, steps, prompt, step, cap=None, holds=held):
+def generation(method, stream, lengths, steps, prompt, step, atol=5e-6, cap=None, holds=held):
   """A prompt of which each head keeps the list prompt(b, h, n), and steps that change the list.
 
   step(kept, b, h, t) puts token t into it, for which another one may have to leave.
@@ -97,11 +97,11 @@ def generation(method, stream, lengths, steps, prompt, step, cap=None, holds=hel
     step(lists[b, h], b, h, t)
     return lists[b, h]
 
-  follow(layer, lengths, steps, changed, cap=cap, holds=holds)
+  follow(layer, lengths, steps, changed, atol=atol, cap=cap, holds=holds)
 
 
 def in_turn(budget, stay):
-  """Steps that take, of as many tokens as the budget, the oldest which is not in stay[b, h]."""
+  """Steps for which the oldest token leaves that is not in stay[b, h], once `budget` are held."""
 
   def step(kept, b, h, t):
     if len(kept) == budget:

@@ -283,7 +283,7 @@ MISFITS = [
 
 
 def with_subclass(method):
-  """Errors name the class that was asked for: also one of another name."""
+  """A method, and a subclass of another name: an error names the class that was asked for."""
   return method, dataclasses.dataclass(frozen=True)(type("Mine", (method,), {}))
 
 

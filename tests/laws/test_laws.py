@@ -33,8 +33,9 @@ IN_THE_REST = {
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
+    "duo_attention",
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
-    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2", "duo_attention"),
+    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2"),
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),

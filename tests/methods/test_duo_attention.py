@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import kvjax
-from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, plan_memory
+from kvjax import CacheSpec, DuoAttention, Env, Full, SharedPrefill, StreamingLLM, plan_memory
 from kvjax.methods.duo_attention.gates import pattern_of, read_gates
 from kvjax.runtime import sharding
 from kvjax.testing import LAWS, Case
@@ -76,6 +76,20 @@ def test_chunks_and_a_later_turn():
   for b, h in np.ndindex(2, 3):
     want = attend(stream, b, h, start[b], seen(start[b], PATTERN[1][h]))
     np.testing.assert_allclose(out[b, h], want, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+  ("mark", "other"), [(1, Full()), (0, StreamingLLM(7, 2, "original"))], ids=["full", "streaming"]
+)
+def test_one_kind_alone_is_that_method_bit_for_bit(mark, other):
+  stream = Stream.random(3, tokens=40)
+  duo = Layer(DuoAttention(((mark,) * 3,) * 4, sinks=2, recent=5), stream)
+  alone = Layer(other, stream)
+  np.testing.assert_array_equal(duo.prefill([19, 3]), alone.prefill([19, 3]))
+  for step in range(9):
+    (out, _), (want, _) = (layer.decode([19 + step, 3 + step]) for layer in (duo, alone))
+    np.testing.assert_array_equal(out, want)
+  assert jax.tree.map(np.shape, duo.cache.slots) == jax.tree.map(np.shape, alone.cache.slots)
 
 
 def test_bytes_are_freed():

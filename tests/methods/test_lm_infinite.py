@@ -17,14 +17,6 @@ def oracle(stream, b, h, g, t, method):
   return softmax_average(np.array(logits), np.float64(stream.v[b, h, kept]))
 
 
-def test_worked_example():
-  """Up to its limit LM-Infinite looks at the first token as it is; beyond, as from the limit."""
-  stream, method = Stream.random(0, batch=1, tokens=30), LMInfinite(8, sinks=2, limit=10)
-  near = LMInfinite(8, sinks=2, limit=None)
-  assert np.allclose(oracle(stream, 0, 0, 0, 10, method), oracle(stream, 0, 0, 0, 10, near))
-  assert not np.allclose(oracle(stream, 0, 0, 0, 20, method), oracle(stream, 0, 0, 0, 20, near))
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("limit", [None, 12, 30])
 def test_prompt_then_decode(limit):

@@ -18,11 +18,6 @@ def positions(t, budget, sinks):
 PLACES = {"slot": lambda kept: list(range(len(kept))), "original": None}
 
 
-def test_worked_example():
-  """Budget 3 with one sink: token 3 sees 0, 2 and 3."""
-  assert positions(3, budget=3, sinks=1) == [0, 2, 3]
-
-
 @pytest.mark.core(3)
 @pytest.mark.parametrize("rope", ["slot", "original"])
 @pytest.mark.parametrize(("sinks", "budget"), [(2, 9), (0, 5), (4, 24)])

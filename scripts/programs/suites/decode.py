@@ -1,7 +1,5 @@
 """dense decode attention over a whole cache, against a streaming read and other libraries"""
 
-import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,9 +46,7 @@ def case(name: str, shape: Shape, quick: bool, peers: bool) -> Case:
     read_contender(inputs, shape, calls),
   ]
   if not quick:
-    for label, module in (("jax-triton", "jax_triton"), ("Mosaic GPU", "mosaic")):
-      written = functools.partial(_written_in, label, module, inputs, calls)
-      contenders += optional(f"kvjax ({label})", written)
+    contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
   if peers and not shape.ragged:
     contenders += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
     contenders += _torch(inputs, calls)
@@ -84,10 +80,11 @@ def read_contender(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
   return reading(([x[:, :, :slots] for x in (k, v)] for _, k, v, *_ in inputs), calls)
 
 
-def _written_in(label: str, module: str, inputs: list[tuple], calls: int) -> Contender:
+def _jax_triton(inputs: list[tuple], calls: int) -> Contender:
   """Our kernel in another language."""
-  decode = importlib.import_module(f"kvjax.kernels.decode.{module}").decode_attention
-  return jax_contender(f"kvjax ({label})", decode, inputs, output=lambda s: s.o, calls=calls)
+  from kvjax.kernels.decode.jax_triton import decode_attention as run
+
+  return jax_contender("kvjax (jax-triton)", run, inputs, output=lambda s: s.o, calls=calls)
 
 
 def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:

@@ -23,8 +23,8 @@ declare(
 )
 declare("attend_shared", pallas="kvjax.kernels.decode.dense:decode_with_output")
 declare("attend_table", pallas="kvjax.kernels.decode.sparse:sparse_decode")
-declare("attend_quantised", pallas="kvjax.kernels.codes.dense:decode_attention")
-declare("attend_quantised_table", pallas="kvjax.kernels.codes.sparse:sparse_decode")
+declare("attend_quantised", pallas="kvjax.kernels.decode.dense:decode_with_output")
+declare("attend_quantised_table", pallas="kvjax.kernels.decode.sparse:sparse_decode")
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -40,8 +40,7 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan, q)
   if run is None:
     return attention.attend(at, cache, plan, q)
-  attend = _attend_span if plan.table is None else _attend_table
-  return attend(at, cache, plan, q, run)
+  return _attended(at, cache, plan, q, run)
 
 
 def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
@@ -54,7 +53,7 @@ def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   run = over_plan("attend_shared", at, cache, plan, q)
   if run is None:
     return attention.attend_shared(at, cache, plan, q)
-  return _attend_span(at, cache, plan, q, run)
+  return _attended(at, cache, plan, q, run)
 
 
 def _attend_codes(at: At, cache: Cache, plan: Plan) -> Attended | None:
@@ -63,7 +62,7 @@ def _attend_codes(at: At, cache: Cache, plan: Plan) -> Attended | None:
   Raises:
     NotImplementedError: a kernel is asked for by name that does not take these codes.
   """
-  codes, span, listed = plan.codes, plan.span, plan.table is not None
+  codes, listed = plan.codes, plan.table is not None
   if codes is None or beyond_kernel(plan, "", logits=not listed, turned=False):
     return None
   operation = "attend_quantised_table" if listed else "attend_quantised"
@@ -74,18 +73,9 @@ def _attend_codes(at: At, cache: Cache, plan: Plan) -> Attended | None:
     run = None
   if run is None:
     return None
-  operands = codes.q, codes.k, codes.v, codes.per_slot
-  how = {"bits": codes.bits, "sinks": span.sinks, "soft_cap": at.env.soft_cap}
-  if listed:
-    where = plan.table, plan.count, span.start, span.stop
-    state, out = run(*operands, *where, unit=plan.unit, **how)
-    state, _ = codes.of_keys(state)
-    return Attended(state, None, None, plan.visited(cache.size), out)
-  state, out, logits = run(*operands, span.start, span.stop, logits=plan.needs.logits, **how)
-  state, logits = codes.of_keys(state, logits)
-  visited = jnp.broadcast_to(span.length(), codes.q.shape[:2])
-  slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
-  return Attended(state, logits, slot, visited, out)
+  attended = _attended(at, cache, plan, codes.q, run, codes)
+  state, logits = codes.of_keys(attended.state, attended.logits)
+  return dataclasses.replace(attended, state=state, logits=logits)
 
 
 def with_codes(
@@ -134,48 +124,32 @@ def sparing(at: At) -> At:
   return at.by("reference") if at.env.impl == "auto" else at
 
 
-def _attend_span(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
-  """A kernel over all slots of the span; not all of them know soft caps."""
-  span, window, q_sinks = plan.span, plan.window, None
+def _attended(
+  at: At, cache: Cache, plan: Plan, q: Array, run: Callable, codes: CodedSlots | None = None
+) -> Attended:
+  """A kernel over the slots of the span, all of them or those that the plan lists."""
+  span, window = plan.span, plan.window
+  how: dict[str, Any] = {"sinks": span.sinks}
+  if at.env.soft_cap is not None:  # not all kernels know them
+    how["soft_cap"] = at.env.soft_cap
+  if codes is None:
+    k, v = cache.slots["k"], cache.slots["v"]
+    asked = q.astype(k.dtype)  # kernels take operands of one dtype: that of the cache
+  else:
+    k, v, asked = codes.k, codes.v, q
+    how |= {"per_slot": codes.per_slot, "bits": codes.bits}
+  if plan.table is not None:
+    where = plan.table, plan.count, span.start, span.stop
+    state, out = run(asked, k, v, *where, unit=plan.unit, **how)
+    return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
   if window is not None and window.view is not None:
-    q_sinks = at.env.rope.shift(q, (window.view - (cache.seen - 1)[:, None])[:, None])
-  k, v = cache.slots["k"], cache.slots["v"]
-  capped = {} if at.env.soft_cap is None else {"soft_cap": at.env.soft_cap}
-  # Kernels take operands of one dtype: queries are rounded to that of the cache.
-  q_sinks = None if q_sinks is None else q_sinks.astype(k.dtype)
-  state, out, logits = run(
-    q.astype(k.dtype),
-    k,
-    v,
-    span.start,
-    span.stop,
-    sinks=span.sinks,
-    q_sinks=q_sinks,
-    logits=plan.needs.logits,
-    **capped,
-  )
+    turned = at.env.rope.shift(q, (window.view - (cache.seen - 1)[:, None])[:, None])
+    how["q_sinks"] = turned.astype(k.dtype)
+  how["logits"] = plan.needs.logits
+  state, out, logits = run(asked, k, v, span.start, span.stop, **how)
   visited = jnp.broadcast_to(span.length(), q.shape[:2])
   slot = jnp.broadcast_to(jnp.arange(k.shape[2], dtype=jnp.int32), (*q.shape[:2], k.shape[2]))
   return Attended(state, logits, slot, visited, out.astype(q.dtype))
-
-
-def _attend_table(at: At, cache: Cache, plan: Plan, q: Array, run: Callable) -> Attended:
-  """A kernel over the listed slots of the span."""
-  k, v = cache.slots["k"], cache.slots["v"]
-  span = plan.span
-  state, out = run(
-    q.astype(k.dtype),
-    k,
-    v,
-    plan.table,
-    plan.count,
-    span.start,
-    span.stop,
-    unit=plan.unit,
-    sinks=span.sinks,
-    soft_cap=at.env.soft_cap,
-  )
-  return Attended(state, None, None, plan.visited(cache.size), out.astype(q.dtype))
 
 
 def attend_ranges(

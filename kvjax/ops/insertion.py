@@ -18,7 +18,7 @@ from kvjax.ops import shared_slots, slot_shards
 from kvjax.ops.table import choose, declare, kernel
 
 declare("enter_token", pallas="kvjax.kernels.insertion.enter_token:enter_token")
-declare("enter_codes", pallas="kvjax.kernels.codes.enter:enter_codes")
+declare("enter_codes", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
 

@@ -1,10 +1,13 @@
 """Shapes of decode attention that tests, benchmarks and tuning share."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +47,24 @@ class Shape:
     per_slot = 2 * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize
     return per_slot * int(self.lengths().sum())
 
-  def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+  def abstract(self) -> tuple[ShapeDtypeStruct, ...]:
     """Shapes and dtypes of `arrays`."""
-    of, rows = jax.ShapeDtypeStruct, (self.batch, self.kv_heads)
+    of, rows = ShapeDtypeStruct, (self.batch, self.kv_heads)
     q = of((*rows, self.groups, self.head_dim), self.dtype)
     kv, bound = of((*rows, self.slots, self.head_dim), self.dtype), of(rows, jnp.int32)
     return q, kv, kv, bound, bound
+
+  def coded(self, bits: int) -> tuple[Any, ...]:
+    """q, words of codes of k and v, and a tuple of their scales and zero points: `abstract`."""
+    q, cache = self.abstract()[0], (self.batch, self.kv_heads, self.slots)
+    words = ((jnp.int8, 8), (jnp.int16, 16))
+    k, v = (ShapeDtypeStruct((*cache, self.head_dim * bits // n), dtype) for dtype, n in words)
+    return q, k, v, (ShapeDtypeStruct(cache, jnp.float32),) * (2 if bits == 8 else 4)
+
+  def lists(self, width: int) -> tuple[ShapeDtypeStruct, ShapeDtypeStruct]:
+    """A table of so many entries a head, and its counts: `abstract`."""
+    heads = self.batch, self.kv_heads
+    return ShapeDtypeStruct((*heads, width), jnp.int32), ShapeDtypeStruct(heads, jnp.int32)
 
   def arrays(self, seed: int = 0) -> tuple[jax.Array, ...]:
     """Random q [B, K, G, H], k, v [B, K, S, H], start, stop [B, K]."""
@@ -62,6 +77,17 @@ class Shape:
     )
     stop = jnp.broadcast_to(jnp.asarray(self.lengths())[:, None], cache[:2])
     return q, k, v, jnp.zeros_like(stop), stop
+
+
+def by_name(run: Callable, *names: str, **how: Any) -> Callable:
+  """`run` with the last of its operands as arguments of these names, and with `how`."""
+
+  def call(*operands: Any, **more: Any) -> Any:
+    first = len(operands) - len(names)
+    named = dict(zip(names, operands[first:], strict=True))
+    return run(*operands[:first], **named, **how, **more)
+
+  return call
 
 
 # The marks of the benchmark: long context alone, in a batch, many rows, and without groups.

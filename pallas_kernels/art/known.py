@@ -23,7 +23,8 @@ from kvjax.kernels.art.stopping import NEVER, PROBES, Detector, Stop
 from kvjax.kernels.art.walk import choose_cut
 from kvjax.kernels.common import backend, devices, split_k, tiling
 from kvjax.kernels.common.config import Config
-from kvjax.kernels.decode.dense import check
+from kvjax.kernels.common.operands import check
+from kvjax.kernels.decode import stored
 from kvjax.primitives.softmax_state import State
 
 MAX_TAIL = 62  # tiles that the detector looks at, and one before
@@ -56,7 +57,7 @@ def length_of(
   sources: reading.Sources, length: Any, row: Array, mask: Any, sizes: ordering.Sizes, tail: int
 ) -> Length:
   """The length of a row, or of several [N]."""
-  rows, slots = sources.k.shape[:2]
+  rows, slots = sources.held.k.shape[:2]
   at = row // (rows // sources.start.shape[0])
   bounds = (backend.load(x, at, mask=mask, other=0) for x in (sources.start, sources.stop))
   start, stop = bounds
@@ -81,7 +82,7 @@ def _read_kernel(
   finer: int,
 ) -> None:
   """`Sources`, lengths [R] -> what `split_k.results` lists, and `Tail`."""
-  rows, groups, head_dim = sources.q.shape
+  rows, groups, head_dim = sources.held.q.shape
   lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
   of = functools.partial(length_of, sources, length_ref, sizes=sizes, tail=tail)
   cut = {"rows": rows, "programs": programs, "finer": finer}
@@ -144,7 +145,7 @@ def _settle_kernel(
   del joined
   row = pl.program_id(0)
   here = length_of(sources, length_ref, row, None, sizes, tail)
-  end, calm = _judge(parts, tail_ref, row, here, sources.q.shape[2], until, tail)
+  end, calm = _judge(parts, tail_ref, row, here, sources.held.q.shape[2], until, tail)
   goes_on = (end == NEVER) & (here.known < here.tiles)
   end_ref[row] = jnp.where(end < NEVER, end, 0)
   walked_ref[row] = here.known
@@ -274,7 +275,7 @@ def _walk_on(
 ) -> None:
   """Algorithm 1 from tile L on, by this program; writes the row anew."""
   o_ref, m_ref, l_ref, rounded_ref = outputs
-  groups, head_dim = sources.q.shape[1:]
+  groups, head_dim = sources.held.q.shape[1:]
   assert isinstance(until.rule, Detector)
   lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
   real = lanes < groups
@@ -352,7 +353,7 @@ def read(
   Raises:
     TypeError, ValueError, NotImplementedError: as `art.walk`, or the detector looks at more tiles.
   """
-  check(q, k, v, start, stop, sinks, None)
+  check(q, k, v, start, stop, sinks)
   batch, heads, groups, head_dim = q.shape
   rows = batch * heads
   tail = 0 if patience >= NEVER else tail
@@ -361,9 +362,9 @@ def read(
   interpreted = backend.interpreted(interpret)
   if cut is None:
     cut = choose_cut(tile, head_dim, q.dtype.itemsize, groups=groups, interpret=interpreted)
-  flat_q, flat_k, flat_v = (x.reshape(rows, *x.shape[2:]) for x in (q, k, v))
-  where = start.reshape(-1), stop.reshape(-1)
-  sources = reading.Sources(flat_q, flat_k, flat_v, None, None, *where)
+  sources = reading.Sources(
+    stored.Sources.of(q, k, v), None, None, start.reshape(-1), stop.reshape(-1)
+  )
   lengths = length.reshape(rows)
   rule = Detector(tau, phi, int(min(patience, NEVER)), full, relative)
   until = Stop(rule, False, kept)

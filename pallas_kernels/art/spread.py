@@ -25,9 +25,9 @@ from jaxtyping import Array
 from kvjax.kernels.art import judge, ordering, reading, settle
 from kvjax.kernels.art.remaining import NEVER, Left, Walks
 from kvjax.kernels.art.stopping import PROBES, Detector, Stop, divided
-from kvjax.kernels.codes import code_words
 from kvjax.kernels.common import backend, devices, split_k, tiling
 from kvjax.kernels.common.config import Config
+from kvjax.kernels.decode import stored
 
 SHARE = 4  # tiles of a program: fewer are more states to add up, more take a program longer
 WAVES = 4  # of launches, at most
@@ -60,7 +60,7 @@ def walk(
   share: int,
   sizes: ordering.Sizes,
   sinks: int,
-  scale: tiling.Scale | code_words.How,
+  scale: stored.Scale,
   cut: Config,
   loaded: bool,
   interpret: bool | None,
@@ -74,7 +74,7 @@ def walk(
     share: tiles of a program.
     sizes, sinks, scale, cut, loaded, interpret: as in `art.walk`.
   """
-  (rows, groups, head_dim), of = sources.q.shape, jax.ShapeDtypeStruct
+  (rows, groups, head_dim), of = sources.held.q.shape, jax.ShapeDtypeStruct
   f32, i32 = jnp.float32, jnp.int32
   at_once = programs(rows, interpret)
   parts = waves(tiles, rows, share, at_once)
@@ -123,7 +123,7 @@ def walk(
       grid=(rows, pl.cdiv(head_dim, settle.COLUMNS)),
       out=[
         Walks(*split_k.state_shapes(rows, groups, head_dim), *2 * [of((rows, groups), i32)]),
-        tuple(split_k.results(rows, groups, head_dim, 0, sources.q.dtype)),
+        tuple(split_k.results(rows, groups, head_dim, 0, sources.held.q.dtype)),
       ],
       warps=SETTLE_WARPS,
       stages=1,
@@ -150,13 +150,13 @@ def _read_kernel(
   share: int,
   sizes: ordering.Sizes,
   sinks: int,
-  scale: tiling.Scale | code_words.How,
+  scale: stored.Scale,
 ) -> None:
   """`Sources`, (tiles walked [R, G]; 0: goes on) -> `Left`, and the tiles of each order [R].
 
   This program's share of the tiles from `first` on; `rule` says which columns are looked at.
   """
-  groups, head_dim = sources.q.shape[1:]
+  groups, head_dim = sources.held.q.shape[1:]
   row, piece = pl.program_id(0), pl.program_id(1)
   lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
   real = lanes < groups

@@ -20,11 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.art import ordering, reading, spread, stopping
 from kvjax.kernels.art.stopping import Certificate, Detector, Stop
-from kvjax.kernels.codes import code_words
-from kvjax.kernels.codes.dense import check_quantised
 from kvjax.kernels.common import backend, config, devices, split_k, tiling
-from kvjax.kernels.decode.dense import check
-from kvjax.kernels.decode.sparse import check_table
+from kvjax.kernels.common.operands import check, check_table
+from kvjax.kernels.decode import stored
 from kvjax.primitives.softmax_state import State
 
 CHUNK = 8  # tiles between two tests for the end of a walk that is not calm
@@ -43,13 +41,13 @@ def _kernel(
   splits: int,
   chunk: int,
   sinks: int,
-  scale: tiling.Scale | code_words.How,
+  scale: stored.Scale,
   loaded: bool,
 ) -> None:
   """`Sources`, (unread [R, G, W + 1]) -> what `split_k.results` lists, and tiles walked
   [R · splits, G].
   """
-  groups, head_dim = sources.q.shape[1:]
+  groups, head_dim = sources.held.q.shape[1:]
   pid = pl.program_id(0)
   row, split = pid // splits, pid % splits
   read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
@@ -164,7 +162,7 @@ def walk(
     share: with one split and a detector, tiles that each of several programs reads of one walk,
       ahead of the detector (`spread`), which loads whole waves of them; 0: one program walks
       alone. The walk is the same. None: `SHARE` where rows leave programs idle.
-    per_slot, bits: of codes, see `codes.dense.decode_attention`.
+    per_slot, bits: of codes, see `decode_with_output`.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: keys per matrix product, warps and stages; by device and shape if None.
@@ -177,10 +175,7 @@ def walk(
   Raises:
     TypeError, ValueError, NotImplementedError: as `sparse_decode`, or a bad tile or splits.
   """
-  if per_slot is None:
-    check(q, k, v, start, stop, sinks, None)
-  else:
-    check_quantised(q, k, v, per_slot, start, stop, bits, sinks)
+  check(q, k, v, start, stop, sinks, None, per_slot, bits)
   if table is not None:
     check_table(table, count, unit, q.shape[:2])
   if not 1 <= tile <= MAX_TILE:
@@ -214,18 +209,15 @@ def walk(
     return x.reshape(rows, *x.shape[2:])
 
   sources = reading.Sources(
-    *(flat(q), flat(k), flat(v)),
+    stored.Sources.of(q, k, v, per_slot),
     None if ring is None else ordering.Ring(flat(ring), seen),
     None if table is None or count is None else ordering.Table(flat(table), flat(count)),
     *(start.reshape(-1), stop.reshape(-1)),
-    None if per_slot is None else tuple(map(flat, per_slot)),
   )
-  of_logits = tiling.Scale.of(head_dim, scale, soft_cap)
-  coded = per_slot is not None
   how: dict[str, Any] = {
     "sizes": ordering.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
     "sinks": sinks,
-    "scale": code_words.how(q.dtype, of_logits, bits, not interpreted) if coded else of_logits,
+    "scale": stored.scale_of(q, scale, soft_cap, bits if per_slot else None, interpreted),
   }
   detected = splits == 1 and (until is None or isinstance(until.rule, Detector))
   if share is None:

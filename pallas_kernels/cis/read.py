@@ -28,6 +28,7 @@ from kvjax.kernels.common.bounds import Bounds, Sight
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.common.search import EACH, LEAST, keys, threshold
+from kvjax.kernels.decode import stored
 from kvjax.kernels.decode.sparse import attend_kernel
 from kvjax.kernels.selection.key_weights import TILE, score_keys
 from kvjax.primitives.softmax_state import State
@@ -117,8 +118,7 @@ def _kernel(
   list_behind(row, made.found, *listed, *lists, sizes=sizes, interpret=interpret)
   wait()
   attend_kernel(
-    *(*cached[:3], *lists, made.start, cached.stop, *outs),
-    groups=1,
+    *(stored.Sources(*cached[:3]), *lists, made.start, cached.stop, outs),
     unit=1,
     config=cut,
     scale=scale,

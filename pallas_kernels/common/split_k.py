@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from kvjax.kernels.common import backend, tiling
+from kvjax.primitives.softmax_state import State
 
 # Ragged rows are cut into so many times as many pieces: the GPU deals them out as programs end.
 FINER = 3
@@ -220,6 +221,16 @@ def join(written: Sequence[Array], *, split: bool, interpret: bool | None) -> Se
     interpret=interpret,
     aliases={len(parts) + i: i for i in range(len(done))},
   )
+
+
+def joined(
+  written: Sequence[Array], lead: tuple[int, ...], *, split: bool, interpret: bool | None
+) -> tuple[State, Array]:
+  """The state and o rounded of `join`, with axes [B, K] in the place of rows."""
+  o, m, l, rounded = (
+    x.reshape(*lead, *x.shape[1:]) for x in join(written, split=split, interpret=interpret)
+  )
+  return State(o, m, l), rounded
 
 
 def _join_kernel(*refs: Any) -> None:

@@ -3,6 +3,8 @@
 Bytes: keys and values of every visible slot once; the rest (queries, partial states) is under 1 %.
 At decode that is the whole cost, so the kernel is a stream over contiguous slots with two small
 matrix products on the side, and the work is cut so that all multiprocessors read all the time.
+Codes, with their float32 scales and zero points, are 0.52 of what bfloat16 moves with 8 bits and
+H = 128, 0.28 with 4; at that rate conversions are what it costs (`codes.code_words`).
 
 Grid of the first kernel: one program per piece, a contiguous run of tiles of one (batch row, KV
 head). Every program derives the cut from all ranges: about `Config.programs` pieces of equal size
@@ -15,6 +17,7 @@ programs have as many, also of two heads.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,13 +27,13 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, split_k, tiling
-from kvjax.kernels.common.config import Config, choose
+from kvjax.kernels.common.config import Config, choose, fitted
+from kvjax.kernels.common.devices import this_device
+from kvjax.kernels.common.operands import check
+from kvjax.kernels.decode import stored
 from kvjax.primitives.softmax_state import State
 
-MAX_HEAD_DIM = 256
-MAX_GROUPS = 128
 ALIGNED = 16  # slots
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tuple[Any, Any, Any]:
@@ -49,30 +52,29 @@ def _spans(start: Any, stop: Any, *, slots: int, sinks: int, joined: bool) -> tu
 
 
 def _attend_kernel(
-  *refs: Any,
-  groups: int,
+  sources: stored.Sources,
+  q_sinks_ref: Any | None,
+  start_ref: Any,
+  stop_ref: Any,
+  logits_ref: Any | None,
+  outs: tuple[Any, ...],
+  *,
   config: Config,
-  scale: tiling.Scale,
+  scale: stored.Scale,
   sinks: int,
-  joined: bool,
-  logits: bool,
   whole: bool,
   finer: int,
 ) -> None:
-  """q [R, G, H], (q_sinks [R, G, H],) k, v [R/P, S, H], start, stop [R] ->
+  """`Sources`, (queries of the sinks [R, G, H],) start, stop [R] or one per batch row ->
   (logits [R, G, S],) and what `split_k.results` lists. `whole`: a program per row, and only the
   first four of those.
   """
-  written = 4 if whole else 8
-  refs_out = refs[-written:]
-  refs, logits_ref = (
-    (refs[: -written - 1], refs[-written - 1]) if logits else (refs[:-written], None)
-  )
-  q_ref, *q_sinks_ref, k_ref, v_ref, start_ref, stop_ref = refs
-  rows, (kept, slots, head_dim) = q_ref.shape[0], k_ref.shape
+  rows, groups, _ = sources.q.shape
+  kept, slots, _ = sources.k.shape
   sharers = rows // kept  # P, rows of queries whose slots are in one row of keys
-  spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=joined)
+  spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=q_sinks_ref is None)
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
+  logits, coded = logits_ref is not None, bool(sources.per_slot)
 
   def tiles_of(row: Array, real: Array) -> Array:
     at = row // shared
@@ -84,24 +86,15 @@ def _attend_kernel(
     row, active = piece.row, piece.active
     head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
     # Logits are written in vectors: tiles begin where those may; what lies outside is −inf there.
-    wide = logits and not sinks
+    wide = logits and not sinks and not coded
     base = first // ALIGNED * ALIGNED if wide else first
+    held: Any = stored.of_row(sources, row, scale, evict="evict_first")
+    lanes = held.lanes
+    few = lanes.size if coded else pl.next_power_of_2(groups)
 
-    lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
-    inside = columns < head_dim
-    of_query = row, lanes[:, None], columns[None, :]
-    real = (lanes < groups)[:, None] & inside[None, :]
-
-    def fetch(base: Any, low: Any, end: Any, i: Any) -> tiling.Tile:
+    def find(base: Any, low: Any, end: Any, i: Any) -> tuple[Array, Array]:
       slot = base + i * config.tile + jnp.arange(config.tile)
-      keep = (slot >= low) & (slot < end) if wide else slot < end
-      index = row if sharers == 1 else row // sharers, slot[:, None], columns[None, :]
-      mask = keep[:, None] & inside[None, :]
-      k = backend.load(k_ref, *index, mask=mask, evict="evict_first")
-      v = backend.load(v_ref, *index, mask=mask, evict="evict_first")
-      return tiling.Tile(k, v, keep)
-
-    few = pl.next_power_of_2(groups)
+      return slot, (slot >= low) & (slot < end) if wide else slot < end
 
     def write(base: Any, end: Any, i: Any, x: Array) -> None:
       slot = base + i * config.tile + jnp.arange(config.tile)
@@ -112,17 +105,17 @@ def _attend_kernel(
       mask = (lane < groups)[:, None] & (slot < end)[None, :]
       backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * tiling.LN2, mask=mask)
 
-    def walk(carry: Any, q: Array, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
+    def walk(carry: Any, q: Any, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
       base, _, end = span
       see = functools.partial(write, base, slots if wide else end) if logits else None
-      return tiling.walk(carry, q, functools.partial(fetch, *span), low, high, scale=scale, see=see)
+      return held.walk(carry, q, functools.partial(find, *span), low, high, see=see)
 
-    carry = tiling.start(lanes.size, columns.size)
+    carry = held.start()
     if sinks:
-      query = backend.load(q_ref if joined else q_sinks_ref[0], *of_query, mask=real)
+      query = held.query(q_sinks_ref)
       tiles = jnp.where(active & (piece.part == 0), pl.cdiv(head, config.tile), 0)
       carry = walk(carry, query, (0, 0, head), 0, tiles)
-    q = backend.load(q_ref, *of_query, mask=real)
+    q = held.query()
     share = piece.share(pl.cdiv(stop - base, config.tile))
     carry = walk(carry, q, (base, first, stop), *share)
     if logits:
@@ -134,7 +127,7 @@ def _attend_kernel(
         )
         lax.fori_loop(0, tiles, lambda i, _, low=low, high=high: write(low, high, i, nothing), None)
 
-    split_k.store(piece, carry, refs_out, groups=groups, head_dim=head_dim)
+    held.store(piece, carry, outs)
 
   cut = {"rows": rows, "programs": config.programs}
   if whole:
@@ -145,20 +138,28 @@ def _attend_kernel(
     split_k.level(tiles_of, attend, **cut)
 
 
-def decode_attention(
+def decode_attention(*operands: Array, **how: Any) -> State:
+  """The softmax state alone of `decode_with_output`, with its arguments."""
+  return decode_with_output(*operands, **how)[0]
+
+
+def decode_with_output(
   q: Float[Array, "B K G H"],
-  k: Float[Array, "B R S H"],
-  v: Float[Array, "B R S H"],
+  k: Float[Array, "B R S H"] | Int[Array, "B K S Wk"],
+  v: Float[Array, "B R S H"] | Int[Array, "B K S Wv"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
   *,
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
+  per_slot: Sequence[Float[Array, "B K S"]] | None = None,
+  bits: int = 8,
   scale: float | None = None,
   soft_cap: float | None = None,
+  logits: bool = False,
   config: Config | None = None,
   interpret: bool | None = None,
-) -> State:
+) -> tuple[State, Float[Array, "B K G H"], Float[Array, "B K G S"] | None]:
   """Attention over the slots [0, min(sinks, stop)) ∪ [max(start, sinks), stop) of every row.
 
   Slots outside are never read: they may hold NaN.
@@ -166,117 +167,89 @@ def decode_attention(
   Args:
     q: queries, rotated; bfloat16, float16 or float32, H ≤ 256, G ≤ 128.
     k: keys in the dtype of q; R = K, or a divisor of it: K/R neighbouring heads share a row of
-      slots, each has a range of its own, and there are no sinks.
-    v: values in the dtype of q.
+      slots, each has a range of its own, and there are no sinks. With `per_slot`: their codes in
+      words int8, Wk = H · bits / 8.
+    v: values in the dtype of q, or their codes in words int16, Wv = H · bits / 16.
     start: first slot of the window, int32, for each KV head or [B, 1] for all alike.
     stop: one past the last slot, int32, shaped as start; 0 gives the empty state. Ranges are
       clipped to S.
     sinks: number of leading slots that are attended whatever `start` is.
-    q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None.
+    q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None. Not
+      over codes.
+    per_slot: of codes, float32: scales of keys and of values, each at least 0; with 4 bits then
+      zero points of keys and of values. Queries are rounded to 8 bits per head then, and H is a
+      multiple of 16 / bits.
+    bits: of a code.
     scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
+    logits: whether these are returned too.
     config: how the work is cut; by device and shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    The softmax state, float32: o [B, K, G, H], m and l [B, K, G].
+    The softmax state, float32: o [B, K, G, H], m and l [B, K, G]; o in the dtype of q, rounding
+    which costs no launch here; and the logits, float32, −inf outside the span, or None.
 
   Raises:
     TypeError: an operand's dtype is not one of the above, or operands differ in dtype.
-    ValueError: shapes do not agree, or sinks < 0.
+    ValueError: shapes do not agree, sinks < 0, or a soft cap is not above 0.
     NotImplementedError: H or G is larger than the kernel takes.
   """
-  return decode_with_output(
-    q,
-    k,
-    v,
-    start,
-    stop,
-    sinks=sinks,
-    q_sinks=q_sinks,
-    scale=scale,
-    soft_cap=soft_cap,
-    config=config,
-    interpret=interpret,
-  )[0]
-
-
-def decode_with_output(
-  q: Float[Array, "B K G H"],
-  k: Float[Array, "B R S H"],
-  v: Float[Array, "B R S H"],
-  start: Int[Array, "B #K"],
-  stop: Int[Array, "B #K"],
-  *,
-  sinks: int = 0,
-  q_sinks: Float[Array, "B K G H"] | None = None,
-  scale: float | None = None,
-  soft_cap: float | None = None,
-  logits: bool = False,
-  config: Config | None = None,
-  interpret: bool | None = None,
-) -> tuple[State, Float[Array, "B K G H"], Float[Array, "B K G S"] | None]:
-  """`decode_attention`, and o once more in the dtype of q: rounding it costs no launch here.
-
-  With `logits` also the scaled logits in float32, −inf outside the span; else None.
-  """
-  check(q, k, v, start, stop, sinks, q_sinks)
+  check(q, k, v, start, stop, sinks, q_sinks, per_slot, bits)
+  coded = per_slot is not None
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
-  config = config or pick(q, k, logits=logits, interpret=backend.interpreted(interpret))
-  joined = q_sinks is None or not sinks
+  interpret = backend.interpreted(interpret)
+  config = config or pick(q, k, logits=logits, coded=coded, interpret=interpret)
   whole = config.programs == 1  # rows of any length are one piece each
-  finer = _finer(q, k, config)
+  size = {"slots": slots, "tile": config.tile, "programs": config.programs}
+  # Heads that share slots are cut by tiles.
+  finer = split_k.finer(batch=batch, rows=rows, **size) if k.shape[1] == heads else 1
   pieces = finer * config.programs
-  queries = [q] if q_sinks is None or joined else [q, q_sinks]
-  flat = [x.reshape(-1, *x.shape[2:]) for x in (*queries, k, v)]
-  flat += [x.reshape(-1) for x in (start, stop)]
   attend = functools.partial(
     _attend_kernel,
-    groups=groups,
     config=config,
-    scale=tiling.Scale.of(head_dim, scale, soft_cap),
+    scale=stored.scale_of(q, scale, soft_cap, bits if coded else None, interpret),
     sinks=sinks,
-    joined=joined,
-    logits=logits,
     whole=whole,
     finer=finer,
   )
-  raw = [jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32)] if logits else []
-  results = backend.call(
+  raw = jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32) if logits else None
+  seen, results = backend.call(
     attend,
-    *flat,
+    stored.Sources.of(q, k, v, per_slot),
+    q_sinks.reshape(rows, groups, head_dim) if sinks and q_sinks is not None else None,
+    *(x.reshape(-1) for x in (start, stop)),
     grid=(rows if whole else split_k.most_pieces(rows, pieces),),
-    out=[*raw, *split_k.results(rows, groups, head_dim, 0 if whole else pieces, q.dtype)],
+    out=[raw, tuple(split_k.results(rows, groups, head_dim, 0 if whole else pieces, q.dtype))],
     warps=config.warps,
     stages=config.stages,
-    name="decode_attend",
+    name=f"decode_int{bits}" if coded else "decode_attend",
     interpret=interpret,
   )
-  seen, results = results[: len(raw)], results[len(raw) :]
-  cut = slots > config.tile and not whole
-  o, m, l, rounded = split_k.join(results, split=cut, interpret=interpret)
-  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
-  return State(o, m, l), rounded, seen[0].reshape(*q.shape[:3], slots) if logits else None
+  split = slots > config.tile and not whole
+  state, rounded = split_k.joined(results, q.shape[:2], split=split, interpret=interpret)
+  return state, rounded, None if seen is None else seen.reshape(*q.shape[:3], slots)
 
 
-def _finer(q: Array, k: Array, config: Config) -> int:
-  """Factor of the pieces of ragged rows; heads that share slots are cut by tiles."""
-  if k.shape[1] < q.shape[1]:
-    return 1
-  size = {"slots": k.shape[2], "tile": config.tile, "programs": config.programs}
-  return split_k.finer(batch=q.shape[0], rows=q.shape[0] * q.shape[1], **size)
-
-
-def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config:
+def pick(
+  q: Array, k: Array, *, logits: bool = False, coded: bool = False, interpret: bool
+) -> Config:
   """The configuration of these operands on the default device.
 
   Writing logits makes a tile wait in the middle: a program alone on its multiprocessor, as the
-  measurements without logits like it, would leave the memory idle meanwhile.
+  measurements without logits like it, would leave the memory idle meanwhile. Codes have tiles twice
+  as long, of half the bytes, and three programs on each multiprocessor: while one converts, others
+  wait for memory.
   """
   batch, heads, groups, head_dim = q.shape
+  if coded and not interpret and q.dtype.itemsize == 2:  # float32 has weights and codes of its size
+    here, columns = this_device(), split_k.columns_of(head_dim)
+    warps = 4 if split_k.lanes_of(groups) * columns <= 4096 else 8  # for what a program accumulates
+    cut = Config(max(16, min(128, (16 << 10) // columns)), 3 * here.cores, warps, stages=3)
+    return fitted(cut, here, groups=groups, head_dim=head_dim, itemsize=1)
   cut = choose(
-    "decode_logits" if logits else "decode",
+    "quantised_decode" if coded else "decode_logits" if logits else "decode",
     rows=batch * heads,
     groups=groups,
     slots=-(-k.shape[2] * k.shape[1] // heads),  # of a head
@@ -285,51 +258,5 @@ def pick(q: Array, k: Array, *, logits: bool = False, interpret: bool) -> Config
     interpret=interpret,
   )
   # float32 tiles and their logits do not fit the registers of four warps.
-  return dataclasses.replace(cut, warps=8) if logits and q.dtype.itemsize == 4 else cut
-
-
-def check(q: Any, k: Any, v: Any, start: Any, stop: Any, sinks: int, q_sinks: Any) -> None:
-  """Raises on operands that the kernel does not take; the message names the argument."""
-  if q.ndim != 4 or 0 in q.shape:
-    raise ValueError(f"q: found shape {q.shape}, expected [B, K, G, H] without empty axes")
-  batch, heads, groups, head_dim = q.shape
-  shared = k.ndim == 4 and 0 < k.shape[1] < heads and heads % k.shape[1] == 0
-  kept = k.shape[1] if shared else heads
-  if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, kept, head_dim):
-    raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
-  if start.shape not in ((batch, heads), (batch, 1)):
-    raise ValueError(
-      f"start: found shape {start.shape}, expected [{batch}, {heads}] or [{batch}, 1]"
-    )
-  if shared and (sinks or start.shape != (batch, heads)):
-    raise ValueError(
-      f"k: found {kept} rows of slots for {heads} heads, sinks = {sinks} and start {start.shape}, "
-      f"expected a range of each head, [{batch}, {heads}], without sinks"
-    )
-  expected = {"v": (v, k.shape), "stop": (stop, start.shape)}
-  if q_sinks is not None:
-    expected["q_sinks"] = (q_sinks, q.shape)
-  for name, (x, shape) in expected.items():
-    if x.shape != shape:
-      raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
-  if q.dtype.name not in DTYPES:
-    raise TypeError(f"q: found dtype {q.dtype.name}, expected one of {', '.join(DTYPES)}")
-  dtypes = {
-    "k": (k, q.dtype),
-    "v": (v, q.dtype),
-    "start": (start, "int32"),
-    "stop": (stop, "int32"),
-  }
-  if q_sinks is not None:
-    dtypes["q_sinks"] = (q_sinks, q.dtype)
-  for name, (x, dtype) in dtypes.items():
-    if x.dtype != dtype:
-      raise TypeError(f"{name}: found dtype {x.dtype.name}, expected {jnp.dtype(dtype).name}")
-  if sinks < 0:
-    raise ValueError(f"sinks: found {sinks}, expected at least 0")
-  if head_dim > MAX_HEAD_DIM:
-    raise NotImplementedError(f"q: found head size {head_dim}, expected at most {MAX_HEAD_DIM}")
-  if groups > MAX_GROUPS:
-    raise NotImplementedError(
-      f"q: found {groups} query heads per key/value head, expected at most {MAX_GROUPS}"
-    )
+  wide = logits and not coded and q.dtype.itemsize == 4
+  return dataclasses.replace(cut, warps=8) if wide else cut

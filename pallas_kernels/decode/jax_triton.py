@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common.config import Config
+from kvjax.kernels.common.operands import check
 from kvjax.kernels.common.split_k import JOINED, columns_of, lanes_of, state_shapes
-from kvjax.kernels.decode.dense import check, pick
+from kvjax.kernels.decode.dense import pick
 from kvjax.primitives.softmax_state import State
 
 _EXTRA = "expected the extra jax-triton (pip install 'kvjax[jax-triton]') and a GPU build of jax"

@@ -1,21 +1,25 @@
 """One decode step's way into the cache: rotate q and k, write k, v and pos, advance the counters.
 
+Keys and values are stored as they are, or as codes (`primitives.codes`): those of k, less its mean,
+and of v, their scales and zero points.
+
 Bytes: the new token's projections once in, q and one slot per KV head once out; launches are the
-cost here, and this is one where separate operations are seven.
+cost here, and this is one where separate operations are seven, with codes a dozen.
 
 Grid: one program per batch row, which handles all of its heads. Caches are updated in place
 through input/output aliases; nothing else of them is touched.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.kernels.codes.levels import levels, packed
 from kvjax.kernels.common import backend
 from kvjax.primitives.ring import place_of
 from kvjax.primitives.rope import Rope, angles
@@ -23,46 +27,76 @@ from kvjax.primitives.rope import Rope, angles
 WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are twice as many
 
 
+class _Cache(NamedTuple):
+  """Cache k, v [B, K/P, S, H], pos and what is `beside` it [B, K/P, S], seen, used [B]; of codes
+  words k [B, K, S, Wk] and v [B, K, S, Wv], and beside pos the scales (and zero points) of both.
+  """
+
+  k: Any
+  v: Any
+  pos: Any
+  beside: tuple[Any, ...]
+  seen: Any
+  used: Any
+
+
 def _kernel(
-  *refs: Any,
+  qkv_ref: Any,
+  live_ref: Any,
+  table_ref: Any,
+  mean_ref: Any | None,
+  given_ref: Any | None,
+  _: _Cache,
+  out_q_ref: Any,
+  cache: _Cache,
+  *,
   magnitude: float,
   turned: int,
   evicts: bool,
   rings: bool,
   size: int | None,
   room: int | None,
-  weighs: bool,
+  bits: int | None,
   interpret: bool,
 ) -> None:
-  """qkv [B, K, G + 2, H], live [B], table [4, H/2], (victim [B, K] or ring [B, K, 2] or first
-  [1],) and the cache as it is -> rotated q [B, K, G, H], cache k, v [B, K/P, S, H], pos (, norm)
-  [B, K/P, S], seen, used [B]. `room`: the victim is the slot, and rows count as far as that.
+  """qkv [B, K, G + 2, H], live [B], table [4, H/2], (mean [B, K, H],) (victim [B, K] or ring
+  [B, K, 2] or first [1],) and the cache as it is -> rotated q [B, K, G, H] and the cache.
+  `room`: the victim is the slot, and rows count as far as that.
   """
-  qkv_ref, live_ref, table_ref, given_ref = refs[:4]  # what is given beside them, if anything is
-  results = refs[-7:] if weighs else refs[-6:]
-  out_q_ref, cache_k_ref, cache_v_ref, pos_ref, *norm_ref, seen_ref, used_ref = results
-  _, rows, slots, head_dim = cache_k_ref.shape
-  _, heads, groups, _ = out_q_ref.shape
-  half = head_dim // 2
+  _, heads, groups, head_dim = out_q_ref.shape
+  rows, slots = cache.pos.shape[1:]
+  half, quarter = head_dim // 2, head_dim // 4
   b = pl.program_id(0)
-  live, seen, used = live_ref[b].astype(jnp.int32), seen_ref[b], used_ref[b]
+  live, seen, used = live_ref[b].astype(jnp.int32), cache.seen[b], cache.used[b]
 
   column = jnp.arange(pl.next_power_of_2(half))
   inside = (column < half)[None, :]
   low, high = column[None, :], column[None, :] + half
 
-  def halves(head: Array, row: Any, mask: Array) -> list[Array]:
-    return [backend.load(qkv_ref, b, head, row, c, mask=mask) for c in (low, high)]
+  def loaded(ref: Any, *index: Any, columns: Sequence[Array], mask: Array) -> list[Array]:
+    return [backend.load(ref, b, *index, c, mask=mask) for c in columns]
 
   # All of it is on its way while the angles are worked out.
   query, head = (jnp.arange(pl.next_power_of_2(n)) for n in (heads * groups, heads))
   owner, group = query[:, None] // groups, query[:, None] % groups
-  asked, row = (query < heads * groups)[:, None] & inside, head[:, None]
-  read = (head < heads)[:, None] & inside
-  q = halves(owner, group, asked)
-  k, v = (halves(row, groups + i, read) for i in range(2))
+  asked, row, real = (
+    (query < heads * groups)[:, None] & inside,
+    head[:, None],
+    (head < heads)[:, None],
+  )
+  q = loaded(qkv_ref, owner, group, columns=(low, high), mask=asked)
+  k = loaded(qkv_ref, row, groups, columns=(low, high), mask=real & inside)
+  mean = []
+  if mean_ref is not None:
+    mean = loaded(mean_ref, row, columns=(low, high), mask=real & inside)
+  part, parted, apart = low, inside, (low, high)  # of values: the parts that share a word
+  if bits == 4:
+    part = jnp.arange(pl.next_power_of_2(quarter))[None, :]
+    parted, apart = part < quarter, tuple(part + i * quarter for i in range(4))
+  v = loaded(qkv_ref, row, groups + 1, columns=apart, mask=real & parted)
   slot = jnp.full(head.shape, used)
   if size is not None:
+    assert given_ref is not None
     slot -= given_ref[0]  # below 0 or from S on: another device's
   if evicts:
     load = functools.partial(backend.load, given_ref, b, head, mask=head < heads, other=0)
@@ -72,34 +106,52 @@ def _kernel(
   scale = magnitude if whole else jnp.where(column < turned, magnitude, 1.0)[None, :]
   cos, sin = turn(table_ref, seen, column[:, None], scale)
 
-  def rotated(x: Array, y: Array) -> tuple[Array, Array]:
+  def rotated(x: Array, y: Array) -> list[Array]:
+    """In the model's dtype, as keys are before they are quantised."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-    return x * cos - y * sin, y * cos + x * sin
+    return [z.astype(qkv_ref.dtype) for z in (x * cos - y * sin, y * cos + x * sin)]
 
   for c, x in zip((low, high), rotated(*q), strict=True):
-    backend.store(out_q_ref, b, owner, group, c, value=x.astype(out_q_ref.dtype), mask=asked)
+    backend.store(out_q_ref, b, owner, group, c, value=x, mask=asked)
 
   writes = (head < heads) & (live > 0) & (slot >= 0) & (slot < slots)
-  mask = writes[:, None] & inside
-  kept, kept_row = head, row  # the row of a head's slots
-  if rows != heads:
-    kept = head // (heads // rows)
-    kept_row = kept[:, None]
-  for c, x, y in zip((low, high), rotated(*k), v, strict=True):
-    x = x.astype(qkv_ref.dtype).astype(cache_k_ref.dtype)
-    index = b, kept_row, slot[:, None], c
-    backend.store(cache_k_ref, *index, value=x, mask=mask)
-    backend.store(cache_v_ref, *index, value=y.astype(cache_v_ref.dtype), mask=mask)
-  backend.store(pos_ref, b, kept, slot, value=jnp.full(head.shape, seen), mask=writes)
-  if weighs:
-    x, y = (jnp.abs(part.astype(jnp.float32)) for part in v)
-    norm = (x + y).sum(axis=1)  # ‖v‖₁
-    backend.store(norm_ref[0], b, kept, slot, value=norm, mask=writes)
+  kept = head if rows == heads else head // (heads // rows)  # the row of a head's slots
+
+  def put(ref: Any, column: Array, value: Array, mask: Array) -> None:
+    index, mask = (b, kept[:, None], slot[:, None], column), writes[:, None] & mask
+    backend.store(ref, *index, value=value.astype(ref.dtype), mask=mask)
+
+  def put_each(refs: Sequence[Any], values: Sequence[Array]) -> None:
+    for ref, x in zip(refs, values, strict=True):
+      backend.store(ref, b, kept, slot, value=x.astype(ref.dtype), mask=writes)
+
+  k = rotated(*k)
+  if bits is None:
+    for c, x, y in zip((low, high), k, v, strict=True):
+      put(cache.k, c, x, inside)
+      put(cache.v, c, y, inside)
+  else:
+    k = [x.astype(jnp.float32) - y for x, y in zip(k, mean, strict=True)]
+    codes_k, *scales_k = levels(k, inside, bits)
+    codes_v, *scales_v = levels(v, parted, bits)
+    for ref, codes, c, mask in (
+      (cache.k, codes_k, low, inside),
+      (cache.v, codes_v, part, parted),
+    ):
+      words = packed(codes, ref.dtype, bits)
+      width = ref.shape[3] // len(words)
+      for i, word in enumerate(words):
+        put(ref, c + i * width, word, mask)
+    put_each(cache.beside, [x for both in zip(scales_k, scales_v, strict=True) for x in both])
+  put_each([cache.pos], [jnp.full(head.shape, seen)])
+  if bits is None and cache.beside:
+    x, y = (jnp.abs(half.astype(jnp.float32)) for half in v)
+    put_each(cache.beside, [(x + y).sum(axis=1)])  # ‖v‖₁
 
   if not interpret:
     backend.barrier()  # every warp has read the counters
-  seen_ref[b] = seen + live
-  used_ref[b] = used + jnp.where(used < (room or size or slots), live, 0)
+  cache.seen[b] = seen + live
+  cache.used[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
 
 def turn(table_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
@@ -119,17 +171,18 @@ def enter_token(
   qkv: Float[Array, "B K G2 H"],
   live: Bool[Array, " B"],
   victim: Int[Array, "B K"] | None,
-  cache_k: Float[Array, "B R S H"],
-  cache_v: Float[Array, "B R S H"],
+  cache_k: Float[Array, "B R S H"] | Int[Array, "B K S Wk"],
+  cache_v: Float[Array, "B R S H"] | Int[Array, "B K S Wv"],
   pos: Int[Array, "B R S"],
   seen: Int[Array, " B"],
   used: Int[Array, " B"],
-  norm: Float[Array, "B R S"] | None = None,
-  *,
+  *beside: Float[Array, "B R S"],
   rope: Rope,
   ring: Int[Array, "B K 2"] | None = None,
   part: tuple[Int[Array, ""], int] | None = None,
   room: int | None = None,
+  mean: Float[Array, "B K H"] | None = None,
+  bits: int | None = None,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
@@ -142,25 +195,33 @@ def enter_token(
     live: rows that take part; of the others only q is rotated.
     victim: int32, the slot that a full cache gives up; None: full caches drop the token.
     cache_k, cache_v, pos, seen, used: the cache, updated in place where donated. R = K; with `room`
-      a divisor of it will do, where K/R neighbouring heads share a row of slots.
-    norm: float32 ‖v‖₁ of every slot, updated too.
+      a divisor of it will do, where K/R neighbouring heads share a row of slots. With `bits` keys
+      and values are words of codes, int8 and int16 (`kvjax.primitives.codes`).
+    beside: float32, updated too: ‖v‖₁ of every slot, or nothing; of codes the scales of keys and of
+      values, and with 4 bits the zero points of both.
     rope: rotary embedding.
     ring: int32, of a cache whose slots are used in turn (`kvjax.primitives.ring`); without victims.
     part: int32, the first slot of these S among those of all devices, and how many all have, where
       slots are split; without victims and rings. Only one device writes, all of them count.
     room: the tokens up to which `used` counts, where each victim is the slot that the token goes
       to, be it empty or not; None: as above.
+    mean: float32, what keys are stored less, of codes.
+    bits: of a code, 8 or 4; None: keys and values are stored as they are.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    q rotated, in its own dtype, and the cache arrays: k, v, pos (, norm), seen, used.
+    q rotated, in its own dtype, and the cache arrays: k, v, pos, those beside, seen, used.
   """
-  _, kv_heads, _, head_dim = qkv.shape
+  batch, kv_heads, parts, head_dim = qkv.shape
   table = jnp.asarray(rope.table(head_dim))
   first, size = (None, None) if part is None else (part[0].reshape(1).astype(jnp.int32), part[1])
   given = [x for x in (victim, ring, first) if x is not None]
   if len(given) > 1:
     raise ValueError("enter_token: found several of victim, ring and part, expected one at most")
+  if bits is not None and (bits, len(beside)) not in ((8, 2), (4, 4)):
+    raise ValueError(
+      f"bits: found {bits} and {len(beside)} scales and zero points, expected 8 and 2, or 4 and 4"
+    )
   rows = cache_k.shape[1]
   if rows != kv_heads and (room is None or kv_heads % rows):
     raise ValueError(
@@ -177,35 +238,25 @@ def enter_token(
     rings=ring is not None,
     size=size,
     room=room,
-    weighs=norm is not None,
+    bits=bits,
     interpret=backend.interpreted(interpret),
   )
-  cache = [cache_k, cache_v, pos, *([] if norm is None else [norm]), seen, used]
-  return launch(kernel, [qkv, live, table, *given], cache, "enter_token", interpret)
-
-
-def launch(
-  kernel: Callable[..., None],
-  inputs: Sequence[Array],
-  cache: Sequence[Array],
-  name: str,
-  interpret: bool | None,
-) -> tuple[Array, ...]:
-  """Rotated q and the cache, in place, by a program for each row; qkv is the first input."""
-  qkv = inputs[0]
-  batch, heads, parts, head_dim = qkv.shape
-  out = backend.call(
+  cache = _Cache(cache_k, cache_v, pos, beside, seen, used)
+  inputs = [qkv, live, table, mean, *given, *[None] * (not given)]
+  held = len(jax.tree.leaves(cache))
+  ahead = len(jax.tree.leaves(inputs))
+  q, entered = backend.call(
     kernel,
-    *(*inputs, *cache),
+    *(*inputs, cache),
     grid=(batch,),
     out=[
-      jax.ShapeDtypeStruct((batch, heads, parts - 2, head_dim), qkv.dtype),
-      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache),
+      jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
+      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache),
     ],
-    warps=WARPS if heads * parts * head_dim < MANY else 2 * WARPS,
+    warps=WARPS if kv_heads * parts * head_dim < MANY else 2 * WARPS,
     stages=1,
-    name=name,
+    name="enter_token" if bits is None else "enter_codes",
     interpret=interpret,
-    aliases={len(inputs) + i: 1 + i for i in range(len(cache))},
+    aliases={ahead + i: 1 + i for i in range(held)},
   )
-  return tuple(out)
+  return q, *jax.tree.leaves(entered)

@@ -28,11 +28,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, tiling
 from kvjax.kernels.common.devices import this_device
+from kvjax.kernels.common.operands import check_cache, check_queries, expect
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.primitives.softmax_state import State
 
-MAX_HEAD_DIM = 256
-DTYPES = ("bfloat16", "float16", "float32")
 _FAR = 2**31 - 1
 
 
@@ -400,20 +399,6 @@ def column_mass(
 
 def check(q: Any, k: Any, v: Any, qpos: Any, sinks: int) -> None:
   """Raises on operands that the kernels do not take; the message names the argument."""
-  if q.ndim != 5 or 0 in q.shape:
-    raise ValueError(f"q: found shape {q.shape}, expected [B, K, G, A, H] without empty axes")
-  batch, heads, _, queries, head_dim = q.shape
-  if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, heads, head_dim):
-    raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
-  for name, x, shape in (("v", v, k.shape), ("qpos", qpos, (batch, queries))):
-    if x.shape != shape:
-      raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
-  if q.dtype.name not in DTYPES:
-    raise TypeError(f"q: found dtype {q.dtype.name}, expected one of {', '.join(DTYPES)}")
-  for name, x, dtype in (("k", k, q.dtype), ("v", v, q.dtype), ("qpos", qpos, "int32")):
-    if x.dtype != dtype:
-      raise TypeError(f"{name}: found dtype {x.dtype.name}, expected {jnp.dtype(dtype).name}")
-  if sinks < 0:
-    raise ValueError(f"sinks: found {sinks}, expected at least 0")
-  if head_dim > MAX_HEAD_DIM:
-    raise NotImplementedError(f"q: found head size {head_dim}, expected at most {MAX_HEAD_DIM}")
+  check_queries(q, "[B, K, G, A, H]", sinks)
+  check_cache(q, k, v, q.shape[1])
+  expect("qpos", qpos, (q.shape[0], q.shape[3]), "int32")

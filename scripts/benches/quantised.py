@@ -9,17 +9,15 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.kernels.codes.dense import decode_attention
-from kvjax.kernels.codes.sparse import sparse_decode as listed_codes
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.devices import this_device
-from kvjax.kernels.decode.dense import decode_attention as dense
-from kvjax.kernels.decode.sparse import sparse_decode as listed_floats
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
 from kvjax.programs.suites.decode import reference, rotated
-from kvjax.testing.decode_cases import Shape
+from kvjax.testing.decode_cases import Shape, by_name
 from scripts.benches import e2e_sparse
 
 BITS = (8, 4)
@@ -71,8 +69,8 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   inputs = jax.block_until_ready([coded(*x, bits=bits) for x in floats])
 
   def contender(name: str, **how: Any) -> Contender:
-    run = functools.partial(decode_attention, bits=bits, **how)
-    made = jax_contender(name, run, inputs, output=lambda r: r[0].o, calls=calls)
+    run = by_name(decode_attention, "per_slot", bits=bits, **how)
+    made = jax_contender(name, run, inputs, output=lambda s: s.o, calls=calls)
     assert made.output is not None
     made.output()  # compiled here, beside others
     return made
@@ -86,7 +84,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
   made = together([functools.partial(optional, *each) for each in labelled])
   contenders = [
     *(one for some in made for one in some),
-    jax_contender("dense decode", dense, floats, calls=calls),
+    jax_contender("dense decode", decode_attention, floats, calls=calls),
     suites.reading([x[1:3] for x in inputs], calls),
   ]
 
@@ -95,7 +93,7 @@ def case(name: str, shape: Shape, bits: int, quick: bool, sweep: bool) -> Case:
     name=name,
     shapes=f"q [{batch}, {kv_heads}, {groups}, {head_dim}] {shape.dtype}, {shape.slots} slots of "
     f"{bits} bits, {len(floats)} rotating",
-    bytes=sum(x.nbytes for x in (*inputs[0][1:3], *inputs[0][3])),
+    bytes=sum(x.nbytes for x in (*inputs[0][1:3], *inputs[0][-1])),
     reference=lambda: exact(*inputs[0], bits=bits),
     tolerance=5e-3,
     contenders=contenders,
@@ -108,28 +106,27 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
   Several random plans over one cache, so that the L2 cache holds little of what is read.
   """
   q, k, v, *where = shape.arrays()
-  words_of_k, words_of_v, per_slot = coded(q, k, v, *where, bits=bits)[1:4]
+  _, words_of_k, words_of_v, *_, per_slot = coded(q, k, v, *where, bits=bits)
   rows = shape.batch * shape.kv_heads
   moved = rows * budget * (2 * shape.head_dim * bits // 8 + 4 * len(per_slot))
   copies = 2 if quick else min(max(4, (128 << 20) // moved), 16)
   plans = [sparse.plan(i, k, shape.groups, unit, budget) for i in range(copies)]
-  codes = [(q, words_of_k, words_of_v, per_slot, *rest) for q, *rest in plans]
+  codes = [(q, words_of_k, words_of_v, *rest, per_slot) for q, *rest in plans]
   floats = [(q, k, v, *rest) for q, *rest in plans]
   how = {"output": lambda r: r[0].o, "calls": 2 * copies}
-  over_codes = functools.partial(listed_codes, unit=unit, bits=bits)
-  over_floats = functools.partial(listed_floats, unit=unit)
+  listed = functools.partial(sparse_decode, unit=unit)
   parts = [
     [x[:, :, i * budget : (i + 1) * budget] for x in (words_of_k, words_of_v, *per_slot)]
     for i in range(min(copies, shape.slots // budget))
   ]
   contenders = [
-    jax_contender("kvjax", over_codes, codes, **how),
-    jax_contender("sparse decode", over_floats, floats, calls=2 * copies),
+    jax_contender("kvjax", by_name(listed, "per_slot", bits=bits), codes, **how),
+    jax_contender("sparse decode", listed, floats, calls=2 * copies),
     suites.reading(parts, 2 * copies),
   ]
 
   def wanted() -> np.ndarray:
-    q, k, v, per_slot, *rest = codes[0]
+    q, k, v, *rest, per_slot = codes[0]
     return sparse.reference(rounded_query(q), *numbers(k, v, per_slot, bits), *rest, unit=unit)
 
   return Case(
@@ -145,13 +142,13 @@ def listed_case(name: str, shape: Shape, bits: int, unit: int, budget: int, quic
 
 @functools.partial(jax.jit, static_argnames="bits")
 def coded(q, k, v, start, stop, *, bits: int) -> tuple:
-  """Arguments of `codes.dense.decode_attention` from those of dense decode."""
+  """Arguments of dense decode with codes, and their scales behind them."""
   k, v = quantise(k, bits, WORDS["k"]), quantise(v, bits, WORDS["v"])
   per_slot = [k.scale, v.scale] + ([] if k.zero is None else [k.zero, v.zero])
-  return q, k.words, v.words, per_slot, start, stop
+  return q, k.words, v.words, start, stop, per_slot
 
 
-def exact(q, k, v, per_slot, start, stop, *, bits: int) -> np.ndarray:
+def exact(q, k, v, start, stop, per_slot, *, bits: int) -> np.ndarray:
   """Attention over what the codes stand for, in float32, [B, K, G, H]."""
   return reference(rounded_query(q), *numbers(k, v, per_slot, bits), start, stop)
 

@@ -12,9 +12,6 @@ from kvjax import Rope, Yarn
 from kvjax.kernels.art import known
 from kvjax.kernels.art import walk as art
 from kvjax.kernels.cis import anchors, listed, note, read
-from kvjax.kernels.codes.dense import decode_attention as quantised_decode
-from kvjax.kernels.codes.enter import enter_codes
-from kvjax.kernels.codes.sparse import sparse_decode as quantised_sparse
 from kvjax.kernels.common import config
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode import dense
@@ -36,7 +33,7 @@ from kvjax.kernels.selection.key_weights import key_weights
 from kvjax.kernels.selection.page_bounds import page_bounds
 from kvjax.methods import depth
 from kvjax.runtime.forked import QUERIES
-from kvjax.testing.decode_cases import Shape
+from kvjax.testing.decode_cases import Shape, by_name
 
 # JAX device kind -> compute capability. Where two have the same, calls that are cut alike are one.
 DEVICES = {
@@ -48,22 +45,26 @@ DEVICES = {
 }
 
 
-def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+of, i32, f32, bf16 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32, jnp.bfloat16
+Calls = Iterator[tuple[str, Callable, list[Any]]]
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+  return of(shape, i32)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+  return of(shape, f32)
+
+
+def decode_calls(kind: str) -> Calls:
   """Dense decode: every distinct configuration once for each head size and dtype."""
   seen = set()
   for head_dim in (128, 64, 96, 256):
     for dtype in ("bfloat16", "float32"):
       for batch, slots in ((1, 4 << 10), (1, 128 << 10), (8, 32 << 10), (32, 8 << 10)):
         shape = Shape(batch, 8, 4, slots, head_dim, dtype)
-        cut = config.choose(
-          "decode",
-          rows=batch * 8,
-          groups=4,
-          slots=slots,
-          head_dim=head_dim,
-          itemsize=jnp.dtype(dtype).itemsize,
-          kind=kind,
-        )
+        cut = config.choose("decode", rows=batch * 8, slots=slots, **sizes(shape), kind=kind)
         # How many programs there are changes no code.
         key = head_dim, dtype, cut.tile, cut.warps, cut.stages
         if key not in seen:
@@ -72,118 +73,94 @@ def decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
           yield name, *decode_call(shape, cut)
   # float16, many groups, and sinks with a query of their own.
   small = Config(tile=64, programs=264, warps=4, stages=3)
-  yield "shared", *decode_call(Shape(2, 8, 4, 32 << 10), small, rows=1)
-  yield "float16-sinks", *decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, 4)
+  shape = Shape(2, 8, 4, 32 << 10)
+  (run, (q, *_)), kept = decode_call(shape, small), of((2, 1, 32 << 10, 128), bf16)
+  yield "shared", run, [q, kept, kept, ints(2, 8), ints(2, 8)]
+  run, (q, *rest) = decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, sinks=4)
+  yield "float16-sinks", by_name(run, "q_sinks"), [q, *rest, q]
   yield "G32", *decode_call(Shape(1, 1, 32, 999), small)
-  branches = {"groups": QUERIES, "slots": 32 << 10, "head_dim": 128}  # `kvjax.runtime.forked`
-  cut = config.choose("decode", rows=8, itemsize=2, kind=kind, **branches)
-  yield f"G{QUERIES}", *decode_call(Shape(1, 8, **branches), cut)
+  branches = Shape(1, 8, QUERIES, 32 << 10)  # `kvjax.runtime.forked`
+  cut = config.choose("decode", rows=8, slots=branches.slots, **sizes(branches), kind=kind)
+  yield f"G{QUERIES}", *decode_call(branches, cut)
   for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
     shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
     yield f"logits-{dtype}", *decode_call(shape, cut, logits=True)
 
 
-def decode_call(
-  shape: Shape, cut: Config, sinks: int = 0, logits: bool = False, rows: int | None = None
-) -> tuple[Callable, list[Any]]:
-  """The function and its abstract arguments; `rows` of slots that heads share."""
-  q, k, v, start, stop = shape.abstract()
-  if rows is not None:
-    k = v = jax.ShapeDtypeStruct((k.shape[0], rows, *k.shape[2:]), k.dtype)
-    start = stop = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
-
-  def run(q, k, v, start, stop, **how):
-    how |= {"sinks": sinks, "q_sinks": q if sinks else None, "logits": logits}
-    return dense.decode_with_output(q, k, v, start, stop, config=cut, interpret=False, **how)
-
-  return run, [q, k, v, start, stop]
+def sizes(shape: Shape) -> dict[str, int]:
+  """What cuts of kernels ask of a shape."""
+  itemsize = jnp.dtype(shape.dtype).itemsize
+  return {"groups": shape.groups, "head_dim": shape.head_dim, "itemsize": itemsize}
 
 
-def quantised_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def decode_call(shape: Shape, cut: Config, **how: Any) -> tuple[Callable, list[Any]]:
+  """The function and its abstract arguments."""
+  return functools.partial(dense.decode_with_output, config=cut, **how), [*shape.abstract()]
+
+
+def quantised_calls(kind: str) -> Calls:
   """Decode over codes of every width, at sizes of heads that are cut apart."""
-  of, f32, where = jax.ShapeDtypeStruct, jnp.float32, [jax.ShapeDtypeStruct((8, 1), jnp.int32)] * 2
   for bits, head_dim, groups, options in (
     *((8, 128, 4, {}), (4, 128, 4, {}), (8, 256, 4, {}), (4, 96, 3, {"sinks": 4})),
     *((8, 64, 16, {"sinks": 4}), (4, 256, 32, {}), (8, 80, 4, {})),
     *((8, 64, 4, {"logits": True}), (4, 256, 4, {"logits": True})),
   ):
-    cache, dtype = (8, 8, 32768), jnp.float32 if head_dim == 80 else jnp.bfloat16
-    shapes = [of((8, 8, groups, head_dim), dtype)]
-    shapes += [of((*cache, head_dim * bits // 8), jnp.int8)]
-    shapes += [of((*cache, head_dim * bits // 16), jnp.int16)]
-    per_slot = [of(cache, f32)] * (2 if bits == 8 else 4)
-    call = functools.partial(quantised_decode, bits=bits, interpret=False, **options)
-    yield f"int{bits}-H{head_dim}-G{groups}", call, [*shapes, per_slot, *where]
+    shape = Shape(8, 8, groups, 32768, head_dim, "float32" if head_dim == 80 else "bfloat16")
+    *operands, per_slot = shape.coded(bits)
+    call = by_name(dense.decode_with_output, "per_slot", bits=bits, **options)
+    yield f"int{bits}-H{head_dim}-G{groups}", call, [*operands, *[ints(8, 1)] * 2, per_slot]
 
 
-def quantised_sparse_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def quantised_sparse_calls(kind: str) -> Calls:
   """Sparse decode over codes: tiles that gather, tiles that do not, a program for each row."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for bits, head_dim, groups, unit, batch in (
     *((8, 128, 4, 16, 1), (4, 128, 4, 16, 1), (8, 128, 4, 64, 8), (4, 128, 4, 64, 8)),
     *((8, 128, 1, 1, 64), (4, 96, 3, 1, 1), (8, 256, 4, 16, 64), (4, 256, 32, 256, 1)),
     *((8, 64, 16, 16, 1), (8, 80, 4, 16, 1)),
   ):
-    rows, dtype = (batch, 8), jnp.float32 if head_dim == 80 else jnp.bfloat16
-    cache = *rows, 131072 // batch
-    shapes = [of((*rows, groups, head_dim), dtype)]
-    shapes += [of((*cache, head_dim * bits // 8), jnp.int8)]
-    shapes += [of((*cache, head_dim * bits // 16), jnp.int16)]
-    per_slot = [of(cache, jnp.float32)] * (2 if bits == 8 else 4)
-    where = [of((*rows, 4096 // unit), i32), of(rows, i32), *[of((batch, 1), i32)] * 2]
-    call = functools.partial(quantised_sparse, bits=bits, unit=unit, interpret=False)
+    dtype = "float32" if head_dim == 80 else "bfloat16"
+    shape = Shape(batch, 8, groups, 131072 // batch, head_dim, dtype)
+    *operands, per_slot = shape.coded(bits)
+    call = by_name(sparse_decode, "per_slot", bits=bits, unit=unit)
     name = f"int{bits}-unit{unit}-H{head_dim}" + f"-rows{8 * batch}" * (batch > 1)
-    yield name, call, [*shapes, per_slot, *where]
+    yield name, call, [*operands, *shape.lists(4096 // unit), *[ints(batch, 1)] * 2, per_slot]
 
 
-def sparse_decode_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def sparse_decode_calls(kind: str) -> Calls:
   """Sparse decode at every unit of a plan that matters, as the heuristics of a device cut it."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for batch, heads, groups, unit, dtype, head_dim in (
-    *((1, 8, 4, unit, jnp.bfloat16, 128) for unit in (1, 16, 64, 128)),
-    *((1, 8, 4, 16, jnp.float32, 128), (1, 8, 4, 16, jnp.float16, 64)),
-    *((1, 8, 4, 16, jnp.bfloat16, 256), (16, 32, 1, 1, jnp.bfloat16, 128)),
-    *((16, 32, 1, 1, jnp.float32, 128), (64, 8, 4, 16, jnp.bfloat16, 256)),
+    *((1, 8, 4, unit, "bfloat16", 128) for unit in (1, 16, 64, 128)),
+    *((1, 8, 4, 16, "float32", 128), (1, 8, 4, 16, "float16", 64)),
+    *((1, 8, 4, 16, "bfloat16", 256), (16, 32, 1, 1, "bfloat16", 128)),
+    *((16, 32, 1, 1, "float32", 128), (64, 8, 4, 16, "bfloat16", 256)),
   ):
-    cut = settings(
-      rows=batch * heads,
-      groups=groups,
-      slots=8192,
-      head_dim=head_dim,
-      itemsize=jnp.dtype(dtype).itemsize,
-      unit=unit,
-      kind=kind,
-    )
-    cache = of((batch, heads, 131072 // batch, head_dim), dtype)
-    shapes = [of((batch, heads, groups, head_dim), dtype), cache, cache]
-    shapes += [of((batch, heads, max(8192 // unit, 1)), i32), of((batch, heads), i32)]
-    shapes += [of((batch, 1), i32)] * 2
-    call = functools.partial(sparse_decode, unit=unit, config=cut, interpret=False)
+    shape = Shape(batch, heads, groups, 131072 // batch, head_dim, dtype)
+    cut = settings(rows=batch * heads, slots=8192, **sizes(shape), unit=unit, kind=kind)
+    call = functools.partial(sparse_decode, unit=unit, config=cut)
     rows = f"-rows{batch * heads}" * (batch > 1)
-    yield f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}{rows}", call, shapes
+    arguments = [*shape.abstract()[:3], *shape.lists(8192 // unit), *[ints(batch, 1)] * 2]
+    yield f"unit{unit}-H{head_dim}-{dtype}{rows}", call, arguments
 
 
-def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def art_calls(kind: str) -> Calls:
   """ART's walk without a table and at several units of one."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
+  where, walk = [ints(1, 1)] * 2, functools.partial(art.walk, patience=5)
   for unit, dtype, head_dim, tile, options in (
-    (None, jnp.bfloat16, 128, 128, {}),
-    (None, jnp.bfloat16, 64, 128, {"per_head": True, "full": True}),
-    (None, jnp.float32, 128, 128, {}),
-    (None, jnp.bfloat16, 256, 256, {"relative": True}),
-    (1, jnp.bfloat16, 128, 128, {}),
-    (16, jnp.float16, 96, 100, {"per_head": True}),
-    (128, jnp.bfloat16, 128, 128, {}),
-    (None, jnp.bfloat16, 128, 128, {"splits": 1, "share": 4}),
-    (16, jnp.float32, 128, 100, {"splits": 1, "share": 8, "per_head": True, "full": True}),
+    (None, "bfloat16", 128, 128, {}),
+    (None, "bfloat16", 64, 128, {"per_head": True, "full": True}),
+    (None, "float32", 128, 128, {}),
+    (None, "bfloat16", 256, 256, {"relative": True}),
+    (1, "bfloat16", 128, 128, {}),
+    (16, "float16", 96, 100, {"per_head": True}),
+    (128, "bfloat16", 128, 128, {}),
+    (None, "bfloat16", 128, 128, {"splits": 1, "share": 4}),
+    (16, "float32", 128, 100, {"splits": 1, "share": 8, "per_head": True, "full": True}),
   ):
-    cache = of((1, 8, 131072, head_dim), dtype)
-    shapes = [of((1, 8, 4, head_dim), dtype), cache, cache, *[of((1, 1), i32)] * 2]
-    if unit:
-      shapes[3:3] = [of((1, 8, 8192 // unit), i32), of((1, 8), i32)]
-    call = functools.partial(art_call, unit=unit, tile=tile, **{"splits": 4, **options})
-    name = f"unit{unit}-H{head_dim}-{jnp.dtype(dtype).name}"
-    yield name + "-share" * ("share" in options), call, shapes
+    shape = Shape(1, 8, 4, 131072, head_dim, dtype)
+    listed = shape.lists(8192 // unit) if unit else (None, None)
+    call = functools.partial(walk, unit=unit or 1, tile=tile, **{"splits": 4, **options})
+    name = f"unit{unit}-H{head_dim}-{dtype}" + "-share" * ("share" in options)
+    yield name, call, [*shape.abstract()[:3], *listed, *where]
 
   for bits, unit, head_dim, options in (
     (8, None, 128, {"splits": 4}),
@@ -191,91 +168,47 @@ def art_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     (4, 16, 128, {"splits": 4, "per_head": True}),
     (4, None, 256, {"splits": 4, "full": True}),
   ):
-    rows = 1, 8, 131072
-    words = (
-      of((*rows, head_dim * bits // 8), jnp.int8),
-      of((*rows, head_dim * bits // 16), jnp.int16),
-    )
-    shapes = [[of(rows, jnp.float32)] * (2 if bits == 8 else 4)]
-    shapes += [of((1, 8, 4, head_dim), jnp.bfloat16), *words]
-    shapes += [of((1, 8, 8192 // unit), i32), of((1, 8), i32)] if unit else []
-    call = functools.partial(coded_call, bits=bits, unit=unit, tile=128, **options)
+    shape = Shape(1, 8, 4, 131072, head_dim)
+    *operands, per_slot = shape.coded(bits)
+    listed = shape.lists(8192 // unit) if unit else (None, None)
+    call = by_name(walk, "per_slot", bits=bits, unit=unit or 1, tile=128, **options)
     name = f"int{bits}-unit{unit}-H{head_dim}" + "-share" * ("share" in options)
-    yield name, call, [*shapes, *[of((1, 1), i32)] * 2]
+    yield name, call, [*operands, *listed, *where, per_slot]
 
-  cache = of((1, 8, 131072, 128), jnp.bfloat16)
-  shapes = [of((1, 8, 4, 128), jnp.bfloat16), cache, cache, of((1, 8, 1024), i32)]
-  shapes += [of((1, 8), i32), *[of((1, 1), i32)] * 2, of((1, 8, 4, 1025), jnp.float32)]
-  yield "certified", certified_call, shapes
-  shapes = [*shapes[:3], *shapes[5:7], of((1, 8, 2), i32), of((1,), i32)]
-  yield "ring", ring_call, shapes
+  shape = Shape(1, 8, 4, 131072)
+  operands = [*shape.abstract()[:3]]
+  how = {"unit": 128, "tile": 128, "splits": 1, "log_ratio": -3.0}
+  certified = [*operands, *shape.lists(1024), *where, floats(1, 8, 4, 1025)]
+  yield "certified", by_name(walk, "unread", **how), certified
+  ring = by_name(walk, "ring", "seen", sinks=4, splits=4)
+  yield "ring", ring, [*operands, None, None, *where, ints(1, 8, 2), ints(1)]
   for batch, groups, dtype, options in (
-    (8, 4, jnp.bfloat16, {"sinks": 4, "kept": 1, "relative": True}),
-    (1, 6, jnp.bfloat16, {"full": True, "tail": 37}),
-    (1, 1, jnp.float32, {}),
+    (8, 4, "bfloat16", {"sinks": 4, "kept": 1, "relative": True}),
+    (1, 6, "bfloat16", {"full": True, "tail": 37}),
+    (1, 1, "float32", {}),
   ):
-    cache, rows = of((batch, 8, 32768, 128), dtype), [of((batch, 8), i32)] * 3
-    call = functools.partial(known_call, **options)
-    shapes = [of((batch, 8, groups, 128), dtype), cache, cache, *rows]
-    yield f"known-G{groups}-{jnp.dtype(dtype).name}", call, shapes
+    shape = Shape(batch, 8, groups, 32768, 128, dtype)
+    call = functools.partial(known.read, **{"patience": 5, "tail": 15, **options})
+    yield f"known-G{groups}-{dtype}", call, [*shape.abstract(), ints(batch, 8)]
 
 
-def coded_call(per_slot, *arrays, **options):
-  """`art.walk` over codes."""
-  return art_call(*arrays, per_slot=per_slot, **options)
-
-
-def ring_call(q, k, v, start, stop, ring, seen, **options):
-  """`art.walk` around a ring."""
-  where = None, None, start, stop
-  options |= {"ring": ring, "seen": seen, "sinks": 4, "splits": 4, "patience": 5}
-  return art.walk(q, k, v, *where, interpret=False, **options)
-
-
-def known_call(*arrays, **options):
-  """`art.known.read`."""
-  return known.read(*arrays, **{"patience": 5, "tail": 15, **options}, interpret=False)
-
-
-def certified_call(*arrays, **options):
-  """`art.walk` with a bound on what is unread."""
-  *arrays, unread = arrays
-  options |= {"unit": 128, "tile": 128, "patience": 5, "splits": 1, "log_ratio": -3.0}
-  return art.walk(*arrays, unread=unread, interpret=False, **options)
-
-
-def art_call(q, k, v, *rest, unit, **options):
-  """`art.walk` with a table or without."""
-  table, count, start, stop = rest if unit else (None, None, *rest)
-  return art.walk(
-    *(q, k, v, table, count, start, stop),
-    unit=unit or 1,
-    patience=5,
-    interpret=False,
-    **options,
-  )
-
-
-def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def select_calls(kind: str) -> Calls:
   """Scoring and choosing tiles: pages, compressed keys and tokens of long contexts."""
-  of, i32, bf16 = jax.ShapeDtypeStruct, jnp.int32, jnp.bfloat16
-  where = [of((1, 1), i32)] * 2
+  where = [ints(1, 1)] * 2
   for name, heads, tiles, k, ordered in (
     ("pages", 8, 8192, 63, True),
     ("blocks", 8, 2048, 64, False),
     ("tokens", 8, 131072, 432, True),
     ("MHA", 32, 4096, 432, True),
   ):
-    choose = functools.partial(
-      top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered, interpret=False
-    )
-    yield f"top_k-{name}", choose, [of((1, heads, tiles), jnp.float32), *where]
-  spans = [of((1, 8, 2, 8192), jnp.float32), of((1, 1), i32), of((1, 8, 2), i32)]
-  how = {"unit": 16, "sinks": 1, "local": 4, "interpret": False}
+    choose = functools.partial(top_k.best, unit=16, sinks=1, local=4, k=k, ordered=ordered)
+    yield f"top_k-{name}", choose, [floats(1, heads, tiles), *where]
+  spans = [floats(1, 8, 2, 8192), ints(1, 1), ints(1, 8, 2)]
+  how = {"unit": 16, "sinks": 1, "local": 4}
   run = functools.partial(top_k.best_of_each, k=(63, 78), limit=(63, 78), **how)
   yield "top_k-lists", run, spans
   for rows, tiles, k in ((512, 4112, 432), (64, 1024, 88)):
-    shapes = [of((1, rows, tiles), jnp.float32), *where]
+    shapes = [floats(1, rows, tiles), *where]
     run = functools.partial(top_k.others, k=k, first=k // 3, ordered=False, **how)
     yield f"top_k-first-{rows}", run, shapes
   for group, dtype, head_dim in (
@@ -283,15 +216,15 @@ def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     ("max", bf16, 128),
     ("mean", "float32", 96),
   ):
-    run = functools.partial(page_bounds, unit=16, group=group, interpret=False)
+    run = functools.partial(page_bounds, unit=16, group=group)
     pages = of((1, 8, 8192, head_dim), dtype)
     shapes = [of((1, 8, 4, head_dim), dtype), pages, pages, *where]
     yield f"page_bounds-{group}-{head_dim}", run, shapes
   cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
-  renew = functools.partial(summaries.renew_extremes, unit=16, interpret=False)
-  yield "renew_extremes", renew, [cache, of((1,), i32), pages, pages]
-  renew = functools.partial(summaries.renew_mean, width=32, stride=16, interpret=False)
-  yield "renew_mean", renew, [cache, of((1,), i32), pages]
+  renew = functools.partial(summaries.renew_extremes, unit=16)
+  yield "renew_extremes", renew, [cache, ints(1), pages, pages]
+  renew = functools.partial(summaries.renew_mean, width=32, stride=16)
+  yield "renew_mean", renew, [cache, ints(1), pages]
   blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}
   for name, count, groups, dtype, options in (
     ("blocks", 8191, 4, bf16, blocks),
@@ -299,65 +232,59 @@ def select_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     ("again", 131072, 4, bf16, {"blocks": 131072, "log": True, "programs": 60}),
     ("float32", 999, 3, "float32", {"blocks": 999, "log": True}),
   ):
-    run = functools.partial(key_weights, **options, newest=1, interpret=False)
+    run = functools.partial(key_weights, **options, newest=1)
     keys = of((1, 8, count, 128), dtype)
     shapes = [of((1, 8, groups, 128), dtype), keys, *where, where[0]]
     yield f"key_weights-{name}", run, shapes
 
 
-def weighed(logits, m, l, *arrays, **how):
-  """`listed.found_and_listed` where keys have logits."""
-  return listed.found_and_listed([logits, m, l], *arrays, **how)
-
-
-def cis_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def cis_calls(kind: str) -> Calls:
   """CIS's decision and list, per KV head and per query head."""
-  of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
   for batch, heads, groups, units, k, slots in (
     (1, 8, 4, 1, 432, 131072),
     (1, 8, 4, 4, 432, 131072),
     (16, 32, 1, 1, 88, 4096),
   ):
     row, block = (batch, heads), (batch, heads, 16)
-    shapes = [of((*row, groups, 128), jnp.bfloat16), of((*block, groups, 128), f32)]
-    shapes += [of((*block, units), i32), *[of((batch,), i32)] * 2]
-    run = functools.partial(anchors.anchors, tau=0.8, first=narrowed, interpret=False)
+    shapes = [of((*row, groups, 128), bf16), floats(*block, groups, 128)]
+    shapes += [ints(*block, units), *[ints(batch)] * 2]
+    run = functools.partial(anchors.anchors, tau=0.8, first=narrowed)
     yield f"anchors-{heads}x{units}", run, shapes
-    keys = [of((*row, slots, 128), jnp.bfloat16), of((batch,), i32)]
-    yield f"anchors-and-logits-{heads}x{units}", looking, shapes + keys
-    run = functools.partial(listed.listed, slots=slots, sinks=16, local=64, interpret=False)
-    fresh, unit = of((*row, units, k), i32), of((*row, units), i32)
-    shapes = [of((*block, units, k + 2 * (k // 3)), i32), fresh, unit, unit]
-    shapes += [of((batch,), i32), of((batch, 1), i32)]
+    keys = of((*row, slots, 128), bf16), ints(batch)
+    run = by_name(run, "keys", span_sinks=16)
+    yield f"anchors-and-logits-{heads}x{units}", run, [*shapes, keys]
+    run = functools.partial(listed.listed, slots=slots, sinks=16, local=64)
+    fresh, unit = ints(*row, units, k), ints(*row, units)
+    shapes = [ints(*block, units, k + 2 * (k // 3)), fresh, unit, unit]
+    shapes += [ints(batch), ints(batch, 1)]
     yield f"listed-{heads}x{units}", run, shapes
     if units == 1:
-      how = {"k": k, "sinks": 16, "local": 64, "interpret": False}
-      run, where = functools.partial(listed.found_and_listed, **how), [of((batch, 1), i32)] * 2
-      fused = [[of((*row, slots), f32)], *where, shapes[0], unit, unit, of((batch,), i32)]
+      how = {"k": k, "sinks": 16, "local": 64}
+      run, where = functools.partial(listed.found_and_listed, **how), [ints(batch, 1)] * 2
+      fused = [[floats(*row, slots)], *where, shapes[0], unit, unit, ints(batch)]
       yield f"found-and-listed-{heads}x{units}", run, fused
-      partial = [of((*row, groups, size), f32) for size in (slots, 65, 65)]
-      run = functools.partial(weighed, **how)
-      yield f"weighed-{heads}x{units}", run, [*partial, *fused[1:]]
-    shapes = [of((batch,), bool), of((*row, groups), f32), of(row, i32)]
-    shapes += [of((*row, groups, 128), f32), unit, unit, fresh, of(fresh.shape, f32)]
-    shapes += [of((*block, groups, 128), f32), of((*block, units), i32)]
-    shapes += [of((*block, units, k + 2 * (k // 3)), i32), of((batch,), i32)]
-    run = functools.partial(note.note, sinks=16, heaviest=k // 3, radius=1, interpret=False)
+      partial = [floats(*row, groups, size) for size in (slots, 65, 65)]
+      yield f"weighed-{heads}x{units}", run, [partial, *fused[1:]]
+    shapes = [of((batch,), bool), floats(*row, groups), ints(*row)]
+    shapes += [floats(*row, groups, 128), unit, unit, fresh, floats(*fresh.shape)]
+    shapes += [floats(*block, groups, 128), ints(*block, units)]
+    shapes += [ints(*block, units, k + 2 * (k // 3)), ints(batch)]
+    run = functools.partial(note.note, sinks=16, heaviest=k // 3, radius=1)
     yield f"note-{heads}x{units}", run, shapes
   for batch, k, slots, dtype in (
-    *((8, 88, 1040, jnp.bfloat16), (16, 432, 4112, jnp.bfloat16)),
-    *((16, 88, read.LANES, jnp.bfloat16), (8, 216, 999, jnp.float32)),
+    *((8, 88, 1040, bf16), (16, 432, 4112, bf16)),
+    *((16, 88, read.LANES, bf16), (8, 216, 999, f32)),
   ):
     row, block = (batch, 32), (batch, 32, 16)
     shapes = [of((*row, 1, 128), dtype), *[of((*row, slots, 128), dtype)] * 2]
-    shapes += [of((*block, 1, 128), f32), of((*block, 1), i32)]
-    shapes += [of((*block, 1, k + 2 * (k // 3)), i32), *[of((batch,), i32)] * 3]
+    shapes += [floats(*block, 1, 128), ints(*block, 1)]
+    shapes += [ints(*block, 1, k + 2 * (k // 3)), *[ints(batch)] * 3]
     how = {"k": k, "sinks": 16, "local": 64, "first": narrowed, "span_sinks": 16}
-    run = functools.partial(read.read, tau=0.8, interpret=False, **how)
+    run = functools.partial(read.read, tau=0.8, **how)
     yield f"read-{batch}x{slots}", run, shapes
-  per_head = [of((2, 2, 3, 96), f32), of((2, 2, 5, 3, 96), f32), of((2, 2, 5, 3), i32)]
-  run = functools.partial(anchors.anchors, tau=0.8, interpret=False)
-  yield "anchors-per-query-head", run, [*per_head, *[of((2,), i32)] * 2]
+  per_head = [floats(2, 2, 3, 96), floats(2, 2, 5, 3, 96), ints(2, 2, 5, 3)]
+  run = functools.partial(anchors.anchors, tau=0.8)
+  yield "anchors-per-query-head", run, [*per_head, *[ints(2)] * 2]
 
 
 def narrowed(seen):
@@ -365,106 +292,87 @@ def narrowed(seen):
   return depth.floor_of_each(depth.share(0.7, 1.0, 0.75, 3, 4), seen.reshape(1, 1)).reshape(()) - 1
 
 
-def hshare_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def hshare_calls(kind: str) -> Calls:
   """HShare's sets and lists at both of its budgets."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for batch, heads, k in ((1, 8, 88), (4, 32, 432)):
     row = (batch, heads)
-    shapes = [of((*row, k), i32), of((*row, k), i32), of(row, i32), *[of((batch,), i32)] * 2]
-    shapes += [of((batch, 1), i32), of((*row, 32, k), i32)]
+    shapes = [ints(*row, k), ints(*row, k), ints(*row), *[ints(batch)] * 2]
+    shapes += [ints(batch, 1), ints(*row, 32, k)]
     how = {"own": 5, "slots": 131072, "steps": 2, "budget": k + 40, "sinks": 8, "local": 32}
-    run = functools.partial(hshare_listed, **how, interpret=False)
+    run = functools.partial(hshare_listed, **how)
     yield f"listed-{heads}-{k}", run, shapes
 
 
-def looking(q, queries, anchor, step, seen, *keys, **how):
-  """CIS's decision, and the logits of rows that share with none."""
-  how |= {"first": narrowed, "keys": keys, "span_sinks": 16, "interpret": False}
-  return anchors.anchors(q, queries, anchor, step, seen, tau=0.8, **how)
-
-
-def enter_token_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def enter_token_calls(kind: str) -> Calls:
   """Entering a token: few and many heads, an odd head size, with and without victims."""
   for name, heads, groups, head_dim, dtype, evicts in (
-    ("GQA", 8, 4, 128, jnp.bfloat16, False),
-    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, True),
-    ("odd-float32", 3, 3, 96, jnp.float32, True),
+    ("GQA", 8, 4, 128, bf16, False),
+    ("MHA-evicts", 32, 1, 128, bf16, True),
+    ("odd-float32", 3, 3, 96, f32, True),
   ):
     shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
     if evicts:
-      shapes.append(jax.ShapeDtypeStruct((2, heads, 999), jnp.float32))
-    call = functools.partial(enter_token, rope=Rope(), interpret=False)
+      shapes.append(floats(2, heads, 999))
+    call = functools.partial(enter_token, rope=Rope())
     yield name, call, shapes
-  shapes = enter_token_shapes(2, 8, 4, 999, 128, jnp.bfloat16, False)
+  shapes = enter_token_shapes(2, 8, 4, 999, 128, bf16, False)
   turned = Rope(scaling=Yarn(4.0, 4096), partial=0.5)  # a factor on what is turned alone
-  yield "partial", functools.partial(enter_token, rope=turned, interpret=False), shapes
-  yield "ring", ring_entered, [*shapes, jax.ShapeDtypeStruct((2, 8, 2), jnp.int32)]
-  kept = [jax.ShapeDtypeStruct((2, 1, *x.shape[2:]), x.dtype) for x in shapes[3:6]]
-  victim = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-  shared = functools.partial(enter_token, rope=Rope(), room=999, interpret=False)
+  yield "partial", functools.partial(enter_token, rope=turned), shapes
+  yield "ring", by_name(enter_token, "ring", rope=Rope()), [*shapes, ints(2, 8, 2)]
+  kept = [of((2, 1, *x.shape[2:]), x.dtype) for x in shapes[3:6]]
+  victim = ints(2, 8)
+  shared = functools.partial(enter_token, rope=Rope(), room=999)
   yield "shared", shared, [*shapes[:2], victim, *kept, *shapes[6:]]
-  yield "part", part_entered, [*shapes, jax.ShapeDtypeStruct((), jnp.int32)]
+  yield "part", part_entered, [*shapes, ints()]
 
 
-def enter_codes_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def enter_codes_calls(kind: str) -> Calls:
   """Entering a token as codes: few and many heads, odd sizes, with victims, rings and neither."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for name, heads, groups, head_dim, dtype, bits, evicts in (
-    ("GQA", 8, 4, 128, jnp.bfloat16, 8, False),
-    ("GQA", 8, 4, 128, jnp.bfloat16, 4, False),
-    ("few", 2, 6, 128, jnp.bfloat16, 8, False),
-    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, 8, True),
-    ("MHA-evicts", 32, 1, 128, jnp.bfloat16, 4, True),
-    ("large", 8, 16, 256, jnp.bfloat16, 4, False),
-    ("odd-float32", 3, 3, 96, jnp.float32, 8, True),
+    ("GQA", 8, 4, 128, bf16, 8, False),
+    ("GQA", 8, 4, 128, bf16, 4, False),
+    ("few", 2, 6, 128, bf16, 8, False),
+    ("MHA-evicts", 32, 1, 128, bf16, 8, True),
+    ("MHA-evicts", 32, 1, 128, bf16, 4, True),
+    ("large", 8, 16, 256, bf16, 4, False),
+    ("odd-float32", 3, 3, 96, f32, 8, True),
     ("odd-float16", 3, 3, 24, jnp.float16, 4, True),
-    ("ring", 8, 4, 128, jnp.bfloat16, 8, None),
+    ("ring", 8, 4, 128, bf16, 8, None),
   ):
     row = 2, heads
     slots = *row, 999
-    shapes = [of((*row, groups + 2, head_dim), dtype), of((2,), bool)]
-    shapes += [of((*row, 2) if evicts is None else row, i32), of((*row, head_dim), jnp.float32)]
+    shapes = [
+      of((*row, groups + 2, head_dim), dtype),
+      of((2,), bool),
+      ints(*row) if evicts else None,
+    ]
     shapes += [of((*slots, head_dim * bits // 8), jnp.int8)]
-    shapes += [of((*slots, head_dim * bits // 16), jnp.int16), of(slots, i32)]
-    shapes += [of((2,), i32)] * 2 + [of(slots, jnp.float32)] * (2 if bits == 8 else 4)
-    call = functools.partial(codes_entered, bits=bits, evicts=evicts)
+    shapes += [of((*slots, head_dim * bits // 16), jnp.int16), ints(*slots)]
+    shapes += [ints(2)] * 2 + [floats(*slots)] * (2 if bits == 8 else 4)
+    shapes += [ints(*row, 2) if evicts is None else None, floats(*row, head_dim)]
+    call = by_name(enter_token, "ring", "mean", rope=Rope(), bits=bits)
     yield f"{name}-int{bits}", call, shapes
 
 
-def codes_entered(qkv, live, given, mean, *cache, bits, evicts):
-  """`enter_codes` with a victim, or (None) a ring, or neither."""
-  victim, ring = given if evicts else None, given if evicts is None else None
-  how = {"mean": mean, "rope": Rope(), "bits": bits, "ring": ring}
-  return enter_codes(qkv, live, victim, *cache, interpret=False, **how)
-
-
-def ring_entered(*arrays):
-  """`enter_token` where slots are used in turn."""
-  return enter_token(*arrays[:-1], rope=Rope(), ring=arrays[-1], interpret=False)
-
-
-def part_entered(*arrays):
+def part_entered(*arrays, **how):
   """`enter_token` where slots are split over devices."""
-  return enter_token(*arrays[:-1], rope=Rope(), part=(arrays[-1], 4 * 999), interpret=False)
+  return enter_token(*arrays[:-1], rope=Rope(), part=(arrays[-1], 4 * 999), **how)
 
 
 def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
   """Abstract operands of `enter_token`."""
-  of, per_head = jax.ShapeDtypeStruct, (batch, heads)
-  i32 = jnp.int32
-  cache = (*per_head, slots, head_dim)
+  per_head, cache = (batch, heads), (batch, heads, slots, head_dim)
   return [
     of((*per_head, groups + 2, head_dim), dtype),
     of((batch,), bool),
-    of(per_head, i32) if evicts else None,
-    *(of(cache, dtype), of(cache, dtype), of((*per_head, slots), i32)),
-    *(of((batch,), i32), of((batch,), i32)),
+    ints(*per_head) if evicts else None,
+    *(of(cache, dtype), of(cache, dtype), ints(*per_head, slots)),
+    *(ints(batch), ints(batch)),
   ]
 
 
-def keep_rows_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def keep_rows_calls(kind: str) -> Calls:
   """Keeping statistics: long and short ones, of all dtypes."""
-  of = jax.ShapeDtypeStruct
   sizes = (
     ((2, 8, 8192), "float32"),
     ((2, 8, 300), "int32"),
@@ -472,21 +380,20 @@ def keep_rows_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     ((2, 64), "bfloat16"),
   )
   stats = [of(shape, dtype) for shape, dtype in sizes]
-  run = functools.partial(keep_rows, interpret=False)
+  run = functools.partial(keep_rows)
   yield "all", run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
 
 
-def longflow_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def longflow_calls(kind: str) -> Calls:
   """Naming a victim, for one KV head and for a layer."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   cases = [(2, 8, 4, False), (128, 8, 4, False), (2, 32, 1, False)]
   for rows, kv_heads, groups, per_layer in (*cases, (2, 3, 3, True), (2, 8, 4, True)):
-    head = of((rows, kv_heads, groups), jnp.float32)
+    head = floats(rows, kv_heads, groups)
     slots = rows, kv_heads, 3200
-    shapes = [of((*head.shape, 3200), jnp.float32), head, head, of(slots, jnp.float32)]
-    shapes += [of(slots, i32), of((rows,), i32), of((rows,), i32), of((rows,), bool)]
-    shapes.append(of((rows, kv_heads), i32))
-    call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer, interpret=False)
+    shapes = [floats(*head.shape, 3200), head, head, floats(*slots)]
+    shapes += [ints(*slots), ints(rows), ints(rows), of((rows,), bool)]
+    shapes.append(ints(rows, kv_heads))
+    call = functools.partial(victim, sinks=4, recent=1, per_layer=per_layer)
     yield f"{kv_heads}x{groups}{'-layer' * per_layer}{'-many' * (rows > 2)}", call, shapes
   cases = [(128, 8, 4, 3200, "bfloat16"), (16, 8, 4, 3200, "bfloat16"), (64, 2, 6, 2048, "float16")]
   for rows, kv_heads, groups, slots, dtype in cases:
@@ -494,108 +401,101 @@ def longflow_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
     if not longflow_read.takes(rows * kv_heads, groups, slots, 2, interpret=False, kind=kind):
       continue
     key = of((*lead, slots, 128), dtype)
-    shapes = [of((*lead, groups, 128), dtype), key, key, of((*lead, slots), jnp.float32)]
-    shapes += [of((*lead, slots), i32), of((rows,), i32), of((rows,), i32)]
-    call = functools.partial(longflow_read.read, sinks=4, recent=1, interpret=False)
+    shapes = [of((*lead, groups, 128), dtype), key, key, floats(*lead, slots)]
+    shapes += [ints(*lead, slots), ints(rows), ints(rows)]
+    call = functools.partial(longflow_read.read, sinks=4, recent=1)
     yield f"read-{kv_heads}x{groups}-B{rows}-{dtype}", call, shapes
 
 
-def product_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def product_calls(kind: str) -> Calls:
   """A step's products and what stands between them: an 8B decoder's and an odd one's shapes."""
-  of = jax.ShapeDtypeStruct
   for name, rows, dim, ffn, dtype in (
-    ("8B-B1", 1, 4096, 14336, jnp.bfloat16),
-    ("B16", 16, 2048, 6144, jnp.bfloat16),
-    ("part-of-8B", 8, 4096, 3584, jnp.bfloat16),
-    ("part-of-70B", 8, 8192, 7168, jnp.bfloat16),
-    ("odd-float32", 3, 576, 1000, jnp.float32),
+    ("8B-B1", 1, 4096, 14336, bf16),
+    ("B16", 16, 2048, 6144, bf16),
+    ("part-of-8B", 8, 4096, 3584, bf16),
+    ("part-of-70B", 8, 8192, 7168, bf16),
+    ("odd-float32", 3, 576, 1000, f32),
   ):
     x, h = of((rows, dim), dtype), of((rows, ffn), dtype)
     up, down = of((dim, 2, ffn), dtype), of((ffn, dim), dtype)
-    parts = of((4, rows, dim), jnp.float32)
+    parts = floats(4, rows, dim)
     for function, arguments in (
       (product.partial_products, [h, down]),
       (product.product, [h, down]),
       (product.gated_product, [x, up]),
-      (functools.partial(add_norm, eps=1e-6), [x, parts, of((dim,), jnp.float32)]),
+      (functools.partial(add_norm, eps=1e-6), [x, parts, floats(dim)]),
     ):
       called = getattr(function, "func", function)
-      function = functools.partial(function, interpret=False)
+      function = functools.partial(function)
       yield f"{called.__name__}-{name}", function, arguments
-  heads, scale = of((4, 2, 8, 4, 128), jnp.float32), of((128,), jnp.float32)
-  call = functools.partial(qkv_heads, dtype=jnp.bfloat16, interpret=False)
-  yield "qkv_heads", call, [heads, of(heads.shape[2:], jnp.bfloat16), scale, scale]
+  heads, scale = floats(4, 2, 8, 4, 128), floats(128)
+  call = functools.partial(qkv_heads, dtype=bf16)
+  yield "qkv_heads", call, [heads, of(heads.shape[2:], bf16), scale, scale]
 
 
-def prefill_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def prefill_calls(kind: str) -> Calls:
   """Prompt attention, plain and with everything it can do, and its second pass."""
-  of, i32 = jax.ShapeDtypeStruct, jnp.int32
   for queries, head_dim, dtype in (
-    *((8192, 128, jnp.bfloat16), (32, 64, jnp.float16)),
-    *((8192, 256, jnp.bfloat16), (8192, 128, jnp.float32)),
+    *((8192, 128, bf16), (32, 64, jnp.float16)),
+    *((8192, 256, bf16), (8192, 128, f32)),
   ):
     name = f"{queries}-H{head_dim}-{jnp.dtype(dtype).name}"
     q, k = of((1, 8, 4, queries, head_dim), dtype), of((1, 8, 32768, head_dim), dtype)
-    pos, qpos, state = of((1, 8, 32768), i32), of((1, queries), i32), of(q.shape[:4], jnp.float32)
-    plain = functools.partial(prefill.prefill_attention, interpret=False)
+    pos, qpos, state = ints(1, 8, 32768), ints(1, queries), floats(*q.shape[:4])
+    plain = functools.partial(prefill.prefill_attention)
     run = functools.partial(plain, sinks=16)
     yield f"window-{name}", run, [q, k, k, qpos, qpos]
     if head_dim == 128 and queries == 8192:
       yield f"plain-{name}", plain, [q, k, k, qpos]
 
-    def any_order(q, k, v, qpos, first, pos, run=run, **how):
-      return run(q, k, v, qpos, first, q_sinks=q, pos=pos, **how)
-
-    yield f"any-order-{name}", any_order, [q, k, k, qpos, qpos, pos]
-    run = functools.partial(prefill.column_mass, sinks=16, interpret=False)
+    yield f"any-order-{name}", by_name(run, "q_sinks", "pos"), [q, k, k, qpos, qpos, q, pos]
+    run = functools.partial(prefill.column_mass, sinks=16)
     yield f"mass-{name}", run, [q, k, pos, qpos, state, state, qpos]
 
 
-def host_blocks_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def host_blocks_calls(kind: str) -> Calls:
   """Blocks over the link: one segment and three, a head size that is no power of two."""
-  of = jax.ShapeDtypeStruct
-  for segments, head_dim, dtype in ((1, 128, jnp.bfloat16), (3, 96, jnp.float32)):
+  for segments, head_dim, dtype in ((1, 128, bf16), (3, 96, f32)):
     part = of((1, 8, 512, 128, head_dim), dtype)
     store = {"k": (part,) * segments, "v": (part,) * segments}
-    block, name = of((1, 16), jnp.int32), f"{segments}-H{head_dim}"
-    fetch = functools.partial(host_blocks.fetch, interpret=False)
+    block, name = ints(1, 16), f"{segments}-H{head_dim}"
+    fetch = functools.partial(host_blocks.fetch)
     yield f"fetch-{name}", fetch, [store, block]
     new = of((1, 8, 16, 128, head_dim), dtype)
-    append = functools.partial(host_blocks.append, interpret=False)
-    arguments = [store, {"k": new, "v": new}, block, of((8,), jnp.float32)]
+    append = functools.partial(host_blocks.append)
+    arguments = [store, {"k": new, "v": new}, block, floats(8)]
     yield f"append-{name}", append, arguments
 
 
-def prr_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def prr_calls(kind: str) -> Calls:
   """Repair of every kind of stored state, speculation beside scoring, and single tiles."""
-  of, i32, f32 = jax.ShapeDtypeStruct, jnp.int32, jnp.float32
-  for unit, head_dim, dtype in ((64, 128, jnp.bfloat16), (16, 128, jnp.float32)):
+  for unit, head_dim, dtype in ((64, 128, bf16), (16, 128, f32)):
     rows, pages, width = 8, 131072 // unit, 4096 // unit
     q, cache = of((1, rows, 4, head_dim), dtype), of((1, rows, 131072, head_dim), dtype)
-    where, lists = [of((1, 1), i32)] * 2, of((1, rows, width), i32)
+    where, lists = [ints(1, 1)] * 2, ints(1, rows, width)
     whole = [
-      of((rows, 4, head_dim), f32),
-      *[of((rows, 4), f32)] * 2,
+      floats(rows, 4, head_dim),
+      *[floats(rows, 4)] * 2,
       of((rows, 4, head_dim), dtype),
     ]
     for stored, parts in (("whole", 0), ("pieces", 64), ("tiles", width)):
-      states = [of((parts * rows, 4, head_dim), f32), *[of((parts * rows, 4), f32)] * 2]
-      call = functools.partial(repair, unit=unit, stored=stored, interpret=False)
+      states = [floats(parts * rows, 4, head_dim), *[floats(parts * rows, 4)] * 2]
+      call = functools.partial(repair, unit=unit, stored=stored)
       shapes = [q, cache, cache, lists, lists, *where, states if parts else whole]
       yield f"repair-{stored}-unit{unit}", call, shapes
-    call = functools.partial(attend_tiles, unit=unit, interpret=False)
+    call = functools.partial(attend_tiles, unit=unit)
     yield f"tiles-unit{unit}", call, [q, cache, cache, lists, *where]
-    edge, state = of((1, rows, pages, head_dim), dtype), of((1, rows, pages), f32)
-    shapes = [q, cache, cache, lists, of((1,), i32), edge, edge, state, state, of((1, 3), f32)]
-    call = functools.partial(speculate, unit=unit, interpret=False)
+    edge, state = of((1, rows, pages, head_dim), dtype), floats(1, rows, pages)
+    shapes = [q, cache, cache, lists, ints(1), edge, edge, state, state, floats(1, 3)]
+    call = functools.partial(speculate, unit=unit)
     yield f"speculate-unit{unit}", call, shapes
-    apart = functools.partial(speculate, unit=unit, apart=True, interpret=False)
+    apart = functools.partial(speculate, unit=unit, apart=True)
     yield f"speculate-apart-unit{unit}", apart, shapes
     over = {"unit": unit, "stride": unit // 4, "width": unit // 2}
     keys = of((1, rows, 4 * pages - 1, head_dim), dtype)
-    shapes = [q, cache, cache, lists, of((1,), i32), keys, state, state, of((1, 3), f32)]
+    shapes = [q, cache, cache, lists, ints(1), keys, state, state, floats(1, 3)]
     for name, single in (("", False), ("-apart", True)):
-      call = functools.partial(speculate_keys, **over, apart=single, interpret=False)
+      call = functools.partial(speculate_keys, **over, apart=single)
       yield f"speculate-keys{name}-unit{unit}", call, shapes
 
 
@@ -644,7 +544,7 @@ CAPPED = (
 )
 
 
-def capped_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
+def capped_calls(kind: str) -> Calls:
   """The same under a soft cap, which takes registers but no shared memory: on two devices."""
   if kind not in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
     return
@@ -654,13 +554,18 @@ def capped_calls(kind: str) -> Iterator[tuple[str, Callable, list[Any]]]:
         yield f"{kernel}-{name}", functools.partial(function, soft_cap=50.0), arguments
 
 
+def for_gpus(function: Callable) -> Callable:
+  """A call for a GPU, wherever that is lowered."""
+  return functools.partial(function, interpret=False)
+
+
 CALLS: dict[str, tuple[str, Callable, list[Any]]] = {}
 for kind, capability in DEVICES.items():
   for kernel, calls in KERNELS.items():
     for name, function, arguments in calls(kind):
-      CALLS.setdefault(f"{kernel}-{name}-sm{capability}", (kind, function, arguments))
+      CALLS.setdefault(f"{kernel}-{name}-sm{capability}", (kind, for_gpus(function), arguments))
   for name, function, arguments in capped_calls(kind):
-    CALLS.setdefault(f"capped-{name}-sm{capability}", (kind, function, arguments))
+    CALLS.setdefault(f"capped-{name}-sm{capability}", (kind, for_gpus(function), arguments))
 
 # One shape of every kernel on the GPU that the measurements are of, and those that want most of the
 # smallest shared memory. The core compiles a few of them; the others are slow tests.

@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 
 from kvjax import Rope
 from kvjax.kernels.art import walk
-from kvjax.kernels.codes.dense import decode_attention
-from kvjax.kernels.codes.enter import enter_codes
-from kvjax.kernels.codes.sparse import sparse_decode
 from kvjax.kernels.common import addresses, backend
+from kvjax.kernels.decode.dense import decode_attention
+from kvjax.kernels.decode.sparse import sparse_decode
+from kvjax.kernels.insertion.enter_token import enter_token
 from tests.kernels.calls import CALLS, FAST, slow_unless
 from tests.lowering import lower
 
@@ -162,10 +162,10 @@ def reads(batch, slots, heads):
     return jnp.zeros((n, 1), jnp.int32), jnp.full((n, 1), slots, jnp.int32)
 
   def decoded(q, k, v, scales, *_):
-    return decode_attention(q, k, v, scales, *span(len(q)))[0].o
+    return decode_attention(q, k, v, *span(len(q)), per_slot=scales).o
 
   def listed(q, k, v, scales, *tables):
-    return sparse_decode(q, k, v, scales, *tables, *span(len(q)), unit=16)[0].o
+    return sparse_decode(q, k, v, *tables, *span(len(q)), unit=16, per_slot=scales)[0].o
 
   def walked(q, k, v, scales, *_, share=0):
     how = {
@@ -207,7 +207,7 @@ def test_every_row_is_entered_as_if_alone(size):
   def enter(qkv, mean, *cache):
     live = jnp.ones(len(qkv), bool)
     how = {"mean": mean, "rope": Rope(), "bits": 8}
-    new = enter_codes(qkv, live, None, *cache, **how)[1:3]
+    new = enter_token(qkv, live, None, *cache, **how)[1:3]
     changed = [(x != y).any(-1).sum((1, 2)) for x, y in zip(new, cache, strict=False)]
     return [x[:, :, -1] for x in new], changed
 

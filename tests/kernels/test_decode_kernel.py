@@ -1,4 +1,4 @@
-"""Decode attention: a worked example, then a float64 oracle that shares no code with it.
+"""Decode attention over floats and codes: worked examples, then an oracle in float64.
 
 On a GPU the same tests run the compiled kernel.
 """
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.common import config, devices, split_k
+from kvjax.kernels.common import backend, config, devices, split_k
 from kvjax.kernels.common.config import Config
-from kvjax.kernels.decode import dense
-from kvjax.kernels.decode.dense import decode_attention
+from kvjax.kernels.common.operands import check
+from kvjax.kernels.decode.dense import decode_attention, decode_with_output
 from tests.cover import pairwise
-from tests.kernels.dense_oracle import make, no_worse, oracle, plain, poison, same_bits, visible
+from tests.kernels.decode_oracle import drawn, exact, held_to, ranges, read_of, same_bits, visible
 
 
 def test_worked_example():
@@ -41,36 +41,69 @@ def test_worked_example():
   )
 
 
+def test_worked_example_of_codes():
+  # q = (2, −1) has scale 2 / 127 and codes (127, −64): half to even. Keys of codes (10, 0), (0, 4)
+  # with scales 1 and 2 have logits 127·10·1 and −64·4·2, times 2 / 127.
+  q = jnp.asarray([[[[2.0, -1.0]]]])
+  k = jnp.asarray([[[[10, 0], [0, 4], [127, 127]]]], jnp.int8)
+  # Words of 16 bits: channel 0 in the lower byte. Values (2, 4), (−6, 1) with scales ½ and 1.
+  v = jnp.asarray([[[[2 + 4 * 256], [(-6 & 255) + 1 * 256], [0]]]], jnp.int32).astype(jnp.int16)
+  scales = jnp.asarray([[[1.0, 2.0, jnp.nan]]]), jnp.asarray([[[0.5, 1.0, jnp.nan]]])
+  start, stop = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 2, jnp.int32)
+  how = {"per_slot": scales, "scale": 1e-3, "logits": True}
+  state, out, logits = decode_with_output(q, k, v, start, stop, **how)
+  x = np.array([127 * 10, -64 * 4 * 2]) * 2 / 127 * 1e-3
+  weight = np.exp(x) / np.exp(x).sum()
+  want = weight[0] * np.array([1, 2]) + weight[1] * np.array([-6, 1])
+  np.testing.assert_allclose(state.o[0, 0, 0], want, rtol=1e-6)
+  np.testing.assert_allclose(out[0, 0, 0], want, rtol=1e-6)
+  np.testing.assert_allclose(state.m, [[[x[0]]]], rtol=1e-6)
+  np.testing.assert_allclose(logits, [[[[*x, -np.inf]]]], rtol=1e-6)
+
+
 SWEEP = pairwise(
   (1, 3, 4, 8, 16),  # G
   (1, 3, 8),  # K
-  (64, 96, 128, 256),  # H
+  (24, 64, 96, 128, 256),  # H
   (37, 130, 333),  # S
   ("float32", "bfloat16", "float16"),
   ("none", "shared", "own"),  # sinks: none, seen by q, seen by a query of their own
+  (None, 8, 4),  # bits: None are floats, whose sinks alone may have a query of their own
+  (False, True),  # with logits
+  (None, 0.7),  # soft cap
+  (None, (1, 16), (7, 16), (100, 16), (1, 128), (7, 128)),  # programs, tile
 )
 
 
-@pytest.mark.core(1)
+@pytest.mark.rest(12)
+@pytest.mark.core(4)
 @pytest.mark.parametrize(
-  ("groups", "heads", "head_dim", "slots", "dtype", "sinks"),
+  ("groups", "heads", "head_dim", "slots", "dtype", "sinks", "bits", "logits", "cap", "cut"),
   SWEEP,
-  ids=["G{}-K{}-H{}-S{}-{}-{}".format(*row) for row in SWEEP],
+  ids=["G{}-K{}-H{}-S{}-{}-{}-bits{}-{}-cap{}-cut{}".format(*row) for row in SWEEP],
 )
-def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks):
-  q, k, v, start, stop, own = make(groups, heads, head_dim, slots, dtype)
-  count = 0 if sinks == "none" else 5
-  q_sinks = own if sinks == "own" else None
-  k, v = (poison(x, start, stop, count) for x in (k, v))
-  run = jax.jit(functools.partial(decode_attention, sinks=count))
-  state = run(q, k, v, start, stop, q_sinks=q_sinks)
-  operands = q, k, v, start, stop, count, q if q_sinks is None else q_sinks
-  no_worse((state.o, state.m, state.l), oracle(*operands), plain(*operands))
-  same_bits(state, run(q, k, v, start, stop, q_sinks=q_sinks))
+def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logits, cap, cut):
+  rng, (start, stop) = np.random.default_rng(0), ranges(heads, slots)
+  case = drawn(rng, start.shape, groups, slots, head_dim, dtype, bits)
+  own, count = None, 0 if sinks == "none" else 5
+  if sinks == "own" and bits is None:
+    own = jnp.asarray(rng.normal(size=case.arrays[0].shape), dtype)
+
+  def listed(b, h):
+    return visible(start[b, h], stop[b, h], count, slots)
+
+  config = cut and Config(tile=cut[1], programs=cut[0], warps=4, stages=2)
+  read = read_of(listed, (*start.shape, slots))
+  how = {"sinks": count, "logits": logits, "soft_cap": cap, "config": config}
+  run = case.kernel(decode_with_output, read, **how)
+  made = run(start, stop, q_sinks=own)
+  assert (made[2] is not None) == logits
+  held_to(made, case, listed, cap, sinks=count, q_sinks=own)
+  same_bits(made, run(start, stop, q_sinks=own))
 
 
-@pytest.mark.core(2)
-@pytest.mark.parametrize("programs", [1, 7, 100])
+@pytest.mark.core(4)
+@pytest.mark.parametrize("programs", [1, 2, 7, 23, 100])
 @pytest.mark.parametrize(("heads", "rows"), [(3, 1), (6, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_heads_that_share_slots(heads, rows, programs, dtype):
@@ -78,65 +111,67 @@ def test_heads_that_share_slots(heads, rows, programs, dtype):
 
   A head's own slots in an array of its own, by the oracle.
   """
-  rng = np.random.default_rng(heads)
-  lengths = rng.integers(0, 90, (3, rows, heads // rows))
+  rng, each = np.random.default_rng(heads), heads // rows
+  lengths = rng.integers(0, 90, (3, rows, each))
   lengths[0, 0, 0], lengths[1, 0, -1] = 0, 150
   start = np.cumsum(lengths + 5, -1) - lengths  # gaps of 5 that no head reads
   slots = int((start + lengths).max()) + 3
-  q = jnp.asarray(rng.normal(size=(3, heads, 4, 64)), dtype)
-  k, v = (np.full((3, rows, slots, 64), np.nan, np.float32) for _ in range(2))
-  own = [np.zeros((3, heads, slots, 64), np.float32) for _ in range(2)]
-  for b, row, head in np.ndindex(*lengths.shape):
-    low, high = start[b, row, head], start[b, row, head] + lengths[b, row, head]
-    for x, alone in zip((k, v), own, strict=True):
-      x[b, row, low:high] = rng.normal(size=(high - low, 64))
-      alone[b, row * (heads // rows) + head, low:high] = x[b, row, low:high]
-  k, v, *own = (jnp.asarray(x, dtype) for x in (k, v, *own))
-  start, stop = (jnp.asarray(x.reshape(3, heads), jnp.int32) for x in (start, start + lengths))
+  start, stop = (x.reshape(3, heads).astype(np.int32) for x in (start, start + lengths))
+
+  def listed(b, h):
+    return range(start[b, h], stop[b, h])
+
+  case = drawn(rng, (3, rows), 4 * each, slots, 64, dtype)
+  q = case.arrays[0].reshape(3, heads, 4, 64)
+  read = read_of(listed, (3, heads, slots)).reshape(3, rows, each, slots).any(2)
   cut = Config(tile=32, programs=programs, warps=4, stages=2)
-  state = decode_attention(q, k, v, start, stop, config=cut)
-  operands = q, *own, start, stop, 0, q
-  no_worse((state.o, state.m, state.l), oracle(*operands), plain(*operands))
+  case = case._replace(arrays=(q, *case.arrays[1:]))
+  made = case.kernel(decode_with_output, read, config=cut, logits=True)(start, stop)
+  own = (np.repeat(x, each, 1) for x in case.numbers[1:])
+  numbers = case.numbers[0].reshape(q.shape), *own
+  held_to(made, case._replace(numbers=numbers), listed)
   with pytest.raises(ValueError, match=r"k: found .* expected a range of each head"):
-    decode_attention(q, k, v, start[:, :1], stop[:, :1])
+    decode_attention(*case.arrays, *(jnp.asarray(x[:, :1]) for x in (start, stop)))
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("programs", [1, 7, 100])
-@pytest.mark.parametrize("tile", [16, 128])
-def test_any_cut_gives_the_same(programs, tile):
-  q, k, v, start, stop, own = make(3, 2, 64, 333, "float32")
-  k, v = (poison(x, start, stop, 5) for x in (k, v))
-  cut = Config(tile=tile, programs=programs, warps=4, stages=2)
-  state = decode_attention(q, k, v, start, stop, sinks=5, q_sinks=own, config=cut)
-  o, m, l = oracle(q, k, v, start, stop, 5, own)
-  np.testing.assert_allclose(state.o, o, atol=5e-6)
-  np.testing.assert_allclose(state.m, m, atol=5e-6)
-  np.testing.assert_allclose(state.l, l, rtol=5e-6)
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_values_of_codes_of_any_size(size):
+  """Weights are float16, which has few numbers; the sizes that values come in are many."""
+  start, stop = ranges(2, 130)
+  case = drawn(np.random.default_rng(0), start.shape, 4, 130, 64, "float16", 8)
+  per_slot = [case.per_slot[0], case.per_slot[1] * size]
+  state, *_ = jax.jit(decode_with_output)(*case.arrays, start, stop, per_slot=per_slot)
+  o, *_ = exact(*case.numbers, lambda b, h: visible(start[b, h], stop[b, h], 0, 130))
+  np.testing.assert_allclose(np.float64(state.o) / size, o, atol=3e-3)
+
+
+def test_sums_of_few_integers_are_refused():
+  """A GPU's matrix units sum 32 products of bytes: 16 would be counted twice."""
+  few = jnp.ones((16, 16), jnp.int8)
+  with pytest.raises(ValueError, match="dot: found sums of 16 products of int8, expected 32"):
+    backend.dot(few, few)
 
 
 def test_ragged_rows_of_many_tiles_are_cut_finer():
   """One long row among short ones, and three pieces for each program; alike rows have one each."""
-  q, k, v, _, stop, _ = make(3, 2, 64, 16 << 10, "float32")
-  cut, rows = Config(tile=16, programs=6, warps=4, stages=2), stop.size
-  size = {"rows": rows, "slots": k.shape[2], "tile": cut.tile, "programs": cut.programs}
+  case = drawn(np.random.default_rng(0), (6, 2), 3, 16 << 10, 64, "float32")
+  cut = Config(tile=16, programs=6, warps=4, stages=2)
+  size = {"rows": 12, "slots": 16 << 10, "tile": cut.tile, "programs": cut.programs}
   assert split_k.finer(batch=6, **size) == split_k.FINER
   assert split_k.finer(batch=1, **size) == split_k.finer(batch=6, **size | {"slots": 200}) == 1
-  start = jnp.zeros_like(stop)
+  start = jnp.zeros((6, 1), jnp.int32)
   for lengths in ([16 << 10, 40, 0, 900, 1, 77], [999, *5 * [1000]]):
-    stop = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32)[:, None], start.shape)
-    state = decode_attention(q, k, v, start, stop, config=cut)
-    o, m, l = oracle(q, k, v, start, stop, 0, q)
-    np.testing.assert_allclose(state.o, o, atol=5e-6)
-    np.testing.assert_allclose(state.m, m, atol=5e-6)
-    np.testing.assert_allclose(state.l, l, rtol=5e-6)
+    stop = jnp.array(lengths, jnp.int32)[:, None]
+    made = decode_with_output(*case.arrays, start, stop, config=cut)
+    held_to(made, case, lambda b, _, stop=stop: range(stop[b, 0]))
 
 
 @pytest.mark.slow
 def test_ranges_are_clipped_to_the_cache():
-  q, k, v, start, stop, _ = make(4, 2, 64, 70, "float32")
-  inside = decode_attention(q, k, v, 0 * start, 0 * stop + 70)
-  beyond = decode_attention(q, k, v, 0 * start - 9, 0 * stop + 1000)
+  q, k, v = drawn(np.random.default_rng(0), (6, 2), 4, 70, 64, "float32").arrays
+  start, stop = jnp.zeros((6, 2), jnp.int32), jnp.full((6, 2), 70, jnp.int32)
+  inside = decode_attention(q, k, v, start, stop)
+  beyond = decode_attention(q, k, v, start - 9, stop + 930)
   same_bits(inside, beyond)
 
 
@@ -149,8 +184,11 @@ def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
   pytest.importorskip("jax_triton")
   from kvjax.kernels.decode import jax_triton
 
-  q, k, v, start, stop, own = make(groups, heads, head_dim, 1000, dtype)
-  k, v = (poison(x, start, stop, 5) for x in (k, v))
+  rng, (start, stop) = np.random.default_rng(0), ranges(heads, 1000)
+  q, k, v = drawn(rng, start.shape, groups, 1000, head_dim, dtype).arrays
+  own = jnp.asarray(rng.normal(size=q.shape), dtype)
+  read = read_of(lambda b, h: visible(start[b, h], stop[b, h], 5, 1000), k.shape[:3])
+  k, v = (jnp.where(read[..., None], x, jnp.nan).astype(dtype) for x in (k, v))
   cut = Config(tile=32, programs=40, warps=4, stages=3)
   states = [
     jax.jit(functools.partial(run, sinks=5, config=cut))(
@@ -162,35 +200,69 @@ def test_jax_triton_equals_pallas(groups, heads, head_dim, dtype, own_query):
     np.testing.assert_allclose(first, second, rtol=2e-5, atol=2e-5)
 
 
+OPERANDS = {
+  "q": jnp.zeros((2, 3, 4, 64)),
+  "k": jnp.zeros((2, 3, 9, 64)),
+  "v": jnp.zeros((2, 3, 9, 64)),
+  "start": jnp.zeros((2, 3), jnp.int32),
+  "stop": jnp.zeros((2, 3), jnp.int32),
+}
+CODED = OPERANDS | {
+  "k": jnp.zeros((2, 3, 9, 64), jnp.int8),
+  "v": jnp.zeros((2, 3, 9, 32), jnp.int16),
+  "per_slot": [jnp.zeros((2, 3, 9))] * 2,
+}
+LARGE = {name: jnp.zeros((*OPERANDS[name].shape[:3], 512)) for name in "qkv"}
+
+
 @pytest.mark.parametrize(
-  ("change", "error", "message"),
+  ("operands", "change", "error", "message"),
   [
-    ({"q": jnp.zeros((2, 3, 64))}, ValueError, r"q: found shape \(2, 3, 64\)"),
-    ({"k": jnp.zeros((2, 2, 9, 64))}, ValueError, r"k: found shape .* expected \[2, 3, S"),
-    ({"v": jnp.zeros((2, 3, 8, 64))}, ValueError, r"v: found shape .* expected \[2, 3, 9, 64\]"),
-    ({"start": jnp.zeros((2,), jnp.int32)}, ValueError, r"start: found shape \(2,\)"),
-    ({"q_sinks": jnp.zeros((2, 3, 1, 64))}, ValueError, "q_sinks: found shape"),
-    ({"q": jnp.zeros((2, 3, 4, 64), jnp.int8)}, TypeError, "q: found dtype int8"),
-    ({"k": jnp.zeros((2, 3, 9, 64), jnp.bfloat16)}, TypeError, "k: found dtype bfloat16"),
-    ({"stop": jnp.zeros((2, 3))}, TypeError, "stop: found dtype float32, expected int32"),
-    ({"sinks": -1}, ValueError, "sinks: found -1"),
-    ({"head_dim": 512}, NotImplementedError, "head size 512, expected at most 256"),
-    ({"groups": 256}, NotImplementedError, "256 query heads per key/value head"),
+    *(
+      (OPERANDS, *case)
+      for case in (
+        ({"q": jnp.zeros((2, 3, 64))}, ValueError, r"q: found shape \(2, 3, 64\)"),
+        ({"k": jnp.zeros((2, 2, 9, 64))}, ValueError, r"k: found shape .* expected \[2, 3, S"),
+        ({"v": jnp.zeros((2, 3, 8, 64))}, ValueError, r"v: found .* expected \[2, 3, 9, 64\]"),
+        ({"start": jnp.zeros((2,), jnp.int32)}, ValueError, r"start: found shape \(2,\)"),
+        ({"q_sinks": jnp.zeros((2, 3, 1, 64))}, ValueError, "q_sinks: found shape"),
+        ({"q": jnp.zeros((2, 3, 4, 64), jnp.int8)}, TypeError, "q: found dtype int8"),
+        ({"k": jnp.zeros((2, 3, 9, 64), jnp.bfloat16)}, TypeError, "k: found dtype bfloat16"),
+        ({"stop": jnp.zeros((2, 3))}, TypeError, "stop: found dtype float32, expected int32"),
+        ({"sinks": -1}, ValueError, "sinks: found -1"),
+        (LARGE, NotImplementedError, "head size 512, expected at most 256"),
+        ({"q": jnp.zeros((2, 3, 256, 64))}, NotImplementedError, "256 query heads per key/value"),
+      )
+    ),
+    *(
+      (CODED, *case)
+      for case in (
+        ({"bits": 3}, ValueError, "bits: found 3, expected one of 8, 4"),
+        ({"q": jnp.zeros((2, 3, 64))}, ValueError, r"q: found shape \(2, 3, 64\)"),
+        ({"q": jnp.zeros((2, 3, 4, 63))}, ValueError, "q: found head size 63, expected a multiple"),
+        ({"k": jnp.zeros((2, 3, 9, 32), jnp.int8)}, ValueError, r"k: found .*\[2, 3, 9, 64\]"),
+        ({"k": jnp.zeros((2, 3, 9, 64))}, TypeError, "k: found dtype float32, expected int8"),
+        ({"v": jnp.zeros((2, 3, 9, 64), jnp.int16)}, ValueError, r"v: found .*\[2, 3, 9, 32\]"),
+        (
+          {"v": jnp.zeros((2, 3, 9, 32), jnp.int8)},
+          TypeError,
+          "v: found dtype int8, expected int16",
+        ),
+        ({"per_slot": [jnp.zeros((2, 3, 9))]}, ValueError, "per_slot: found 1 arrays, expected 2"),
+        ({"per_slot": [jnp.zeros((2, 3))] * 2}, ValueError, r"per_slot: found shape \(2, 3\)"),
+        (
+          {"per_slot": [jnp.zeros((2, 3, 9), jnp.int8)] * 2},
+          TypeError,
+          "per_slot: found dtype int8",
+        ),
+        ({"stop": jnp.zeros((2, 3))}, TypeError, "stop: found dtype float32, expected int32"),
+        ({"sinks": -1}, ValueError, "sinks: found -1"),
+        ({"q_sinks": jnp.zeros((2, 3, 4, 64))}, ValueError, "q_sinks: expected None with codes"),
+      )
+    ),
   ],
 )
-def test_bad_operands_raise(change, error, message):
-  from kvjax.kernels.decode.dense import check
-
-  groups, head_dim = change.pop("groups", 4), change.pop("head_dim", 64)
-  operands = {
-    "q": jnp.zeros((2, 3, groups, head_dim)),
-    "k": jnp.zeros((2, 3, 9, head_dim)),
-    "v": jnp.zeros((2, 3, 9, head_dim)),
-    "start": jnp.zeros((2, 3), jnp.int32),
-    "stop": jnp.zeros((2, 3), jnp.int32),
-    "sinks": 0,
-    "q_sinks": None,
-  }
+def test_bad_operands_raise(operands, change, error, message):
   with pytest.raises(error, match=message):
     check(**operands | change)
 
@@ -207,22 +279,3 @@ def test_configurations():
   assert far == config.streaming(devices.device("NVIDIA H200"), **shape | {"head_dim": 48})
   with pytest.raises(ValueError, match=r"Config\.tile: found 48, expected a power of two"):
     Config(tile=48, programs=1, warps=4, stages=2)
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("programs", [1, 40])
-@pytest.mark.parametrize("sinks", [0, 5])
-def test_logits(sinks, programs):
-  """Every logit of the span, −inf elsewhere; empty and clipped spans too."""
-  rng = np.random.default_rng(7)
-  sizes = (3, 2, 3, 24), (3, 2, 150, 24), (3, 2, 150, 24)
-  q, k, v = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes)
-  start = jnp.array([[0, 40], [70, 3], [9, 9]], jnp.int32)
-  stop = jnp.array([[150, 130], [71, 90], [0, 999]], jnp.int32)
-  cut = Config(tile=16, programs=programs, warps=4, stages=1)
-  *_, logits = dense.decode_with_output(q, k, v, start, stop, sinks=sinks, logits=True, config=cut)
-  want = np.full(logits.shape, -np.inf)
-  for b, h in np.ndindex(3, 2):
-    slots = visible(int(start[b, h]), int(stop[b, h]), sinks, 150)
-    want[b, h][:, slots] = np.float64(q[b, h]) @ np.float64(k[b, h])[slots].T / math.sqrt(24)
-  np.testing.assert_allclose(logits, want, atol=1e-5)

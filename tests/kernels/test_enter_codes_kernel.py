@@ -1,4 +1,4 @@
-"""enter_codes against a loop in NumPy float64, over sizes of heads, full caches and idle rows."""
+"""enter_token of codes against a loop in NumPy float64: sizes of heads, full caches, idle rows."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from kvjax import (
   settings,
 )
 from kvjax.families import entrance
-from kvjax.kernels.codes.enter import enter_codes
+from kvjax.kernels.insertion.enter_token import enter_token
 from kvjax.primitives.codes import quantise
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
@@ -50,12 +50,12 @@ def operands(seed, heads, groups, head_dim, bits, dtype=jnp.float32):
 
 @functools.cache
 def enter(rope, bits, rings=False):
-  """enter_codes, jitted; what full caches give up is a victim, or a ring."""
+  """enter_token, jitted; what full caches give up is a victim, or a ring."""
 
   def run(qkv, given, cache, mean):
     where = {"ring": given} if rings else {}
     victim = None if rings else given
-    return enter_codes(
+    return enter_token(
       qkv, jnp.asarray(LIVE), victim, *cache, mean=mean, rope=rope, bits=bits, **where
     )
 
@@ -254,10 +254,10 @@ def test_arguments_that_do_not_fit():
   live, how = jnp.asarray(LIVE), {"mean": mean, "rope": Rope()}
   for bits in (4, 2):
     with pytest.raises(ValueError, match=rf"bits: found {bits} and 2 scales .* expected 8 and 2"):
-      enter_codes(qkv, live, None, *cache, bits=bits, **how)
+      enter_token(qkv, live, None, *cache, bits=bits, **how)
   ring = jnp.zeros((4, 1, 2), jnp.int32)
-  with pytest.raises(ValueError, match="found victim and ring, expected one at most"):
-    enter_codes(qkv, live, ring[..., 0], *cache, bits=8, ring=ring, **how)
+  with pytest.raises(ValueError, match="found several of victim, ring and part, expected one"):
+    enter_token(qkv, live, ring[..., 0], *cache, bits=8, ring=ring, **how)
 
 
 def test_second_run_is_bit_equal():

@@ -15,7 +15,7 @@ from kvjax.kernels.common import devices
 from kvjax.kernels.longflow import read
 from kvjax.kernels.longflow import victim as longflow
 from kvjax.kernels.longflow.victim import victim
-from tests.kernels.dense_oracle import exact, same_bits
+from tests.kernels.decode_oracle import exact, same_bits
 
 ON_GPU = jax.default_backend() == "gpu"
 

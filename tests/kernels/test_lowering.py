@@ -13,14 +13,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kvjax.kernels.art import walk as art
 from kvjax.kernels.common import backend, config
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.decode import dense
 from kvjax.kernels.decode.sparse import settings, sparse_decode
 from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
 from kvjax.kernels.selection.key_weights import key_weights
+from kvjax.testing.decode_cases import Shape
 from tests import steps
-from tests.kernels.calls import CALLS, DEVICES, FAST, art_call, called, slow_unless
+from tests.kernels.calls import (
+  CALLS,
+  DEVICES,
+  FAST,
+  called,
+  floats,
+  for_gpus,
+  ints,
+  sizes,
+  slow_unless,
+)
 from tests.lowering import SHARED, compile_kernel, lower
 
 pytest.importorskip("triton")
@@ -78,37 +90,26 @@ def test_the_core_has_every_kernel():
 
 def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[Callable, list]]:
   """Operations whose shared memory grows with the queries, at one shape of heads."""
-  of, i32, f32, unit = jax.ShapeDtypeStruct, jnp.int32, jnp.float32, 64
-  q, kv = of((1, 8, groups, head_dim), dtype), of((1, 8, 8192, head_dim), dtype)
-  where, lists, state = [of((1, 1), i32)] * 2, of((1, 8, 32), i32), of((1, 8, 128), f32)
-  shared, each = of((1, 1, 8192, head_dim), dtype), [of((1, 8), i32)] * 2
-  edge, keys = of((1, 8, 128, head_dim), dtype), of((1, 8, 511, head_dim), dtype)
-  guess = [q, kv, kv, lists, of((1,), i32)]
-  rest, table = [state, state, of((1, 3), f32)], [of((1, 8, 128), i32), of((1, 8), i32)]
-  size = jnp.dtype(dtype).itemsize
-  shape = {"rows": 8, "groups": groups, "slots": 8192, "head_dim": head_dim, "itemsize": size}
-  cut = settings(**shape, unit=16, kind="NVIDIA RTX A6000")
+  shape, of, unit = Shape(1, 8, groups, 8192, head_dim, dtype), jax.ShapeDtypeStruct, 64
+  (q, k, v), where, stop, lists = shape.abstract()[:3], [ints(1, 1)] * 2, ints(1), ints(1, 8, 32)
+  kept, edge, keys = (of((1, *size, head_dim), dtype) for size in ((1, 8192), (8, 128), (8, 511)))
+  guess, rest = [q, k, v, lists, stop], [*[floats(1, 8, 128)] * 2, floats(1, 3)]
+  cut = settings(rows=8, slots=8192, **sizes(shape), unit=16, kind="NVIDIA RTX A6000")
+  sparse = functools.partial(sparse_decode, unit=16, config=cut)
+  walk = functools.partial(art.walk, patience=5, tile=128)
+  beside = functools.partial(speculate_keys, unit=unit, stride=16, width=32)
+  weigh = functools.partial(key_weights, blocks=8192, log=True)
   made: dict[str, tuple[Callable, list]] = {
-    "attend_span": (dense.decode_with_output, [q, kv, kv, *where]),
-    "attend_shared": (dense.decode_with_output, [q, shared, shared, *each]),
-    "attend_table": (
-      functools.partial(sparse_decode, unit=16, config=cut),
-      [q, kv, kv, *table, *where],
-    ),
-    "attend_tiles": (functools.partial(attend_tiles, unit=unit), [q, kv, kv, lists, *where]),
+    "attend_span": (dense.decode_with_output, [q, k, v, *where]),
+    "attend_shared": (dense.decode_with_output, [q, kept, kept, *[ints(1, 8)] * 2]),
+    "attend_table": (sparse, [q, k, v, *shape.lists(128), *where]),
+    "attend_tiles": (functools.partial(attend_tiles, unit=unit), [q, k, v, lists, *where]),
     "speculate": (functools.partial(speculate, unit=unit), [*guess, edge, edge, *rest]),
-    "speculate_keys": (
-      functools.partial(speculate_keys, unit=unit, stride=16, width=32),
-      [*guess, keys, *rest],
-    ),
-    "key_weights": (
-      functools.partial(key_weights, blocks=8192, log=True),
-      [q, kv, *where, where[0]],
-    ),
+    "speculate_keys": (beside, [*guess, keys, *rest]),
+    "key_weights": (weigh, [q, k, *where, where[0]]),
+    "art": (walk, [q, k, v, None, None, *where]),
   }
-  made = {name: (functools.partial(f, interpret=False), args) for name, (f, args) in made.items()}
-  walk = functools.partial(art_call, unit=None, tile=128)
-  return made | {"art": (walk, [q, kv, kv, *where])}
+  return {name: (for_gpus(function), given) for name, (function, given) in made.items()}
 
 
 @pytest.mark.rest(2)

@@ -1,4 +1,5 @@
-"""Sparse decode against a NumPy float64 loop: units, ragged counts, holes, ranges, NaN poison.
+"""Sparse decode over floats and codes against NumPy's float64: units, ragged counts, holes, ranges,
+and NaN in all that no list names.
 
 On a GPU the same tests run the compiled kernel.
 """
@@ -11,72 +12,91 @@ import numpy as np
 import pytest
 
 from kvjax.kernels.common.config import Config
-from kvjax.kernels.decode.sparse import check_table, sparse_decode
-from tests.kernels.dense_oracle import exact, same_bits
+from kvjax.kernels.common.operands import check_table
+from kvjax.kernels.decode.sparse import settings, sparse_decode
+from tests.cover import pairwise
+from tests.kernels.decode_oracle import drawn, held_to, read_of, same_bits
 from tests.kernels.listed import plan, slots_of
 
-CLOSE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+WIDTH = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}  # of a table, by the unit of its entries
+SLOTS, SINKS = 700, 5
 
 
-@pytest.mark.core(2)
-@pytest.mark.rest
-@pytest.mark.parametrize("programs", [1, 7, 64])
-@pytest.mark.parametrize("unit", [1, 3, 16, 64, 256])
-@pytest.mark.parametrize(
-  ("heads", "groups", "head_dim", "dtype"),
-  [(3, 3, 24, "float32"), (2, 4, 64, "bfloat16"), (1, 7, 64, "float16")],
+def test_worked_example_of_codes():
+  # q = (2, −1) has codes (127, −64) and scale 2 / 127. Entry 1 of two slots names slots 2 and 3.
+  q = jnp.asarray([[[[2.0, -1.0]]]])
+  k = jnp.asarray([[[[99, 99], [99, 99], [10, 0], [99, 99], [0, 4]]]], jnp.int8)
+  # Words of 16 bits, channel 0 in the lower byte: slot 2 has values (2, 4), slot 4 has (−6, 1).
+  v = jnp.asarray([[[[0], [0], [2 + 4 * 256], [0], [(-6 & 255) + 256]]]], jnp.int32)
+  k_scale = jnp.asarray([[[jnp.nan, jnp.nan, 1.0, jnp.nan, 2.0]]])
+  v_scale = jnp.asarray([[[jnp.nan, jnp.nan, 0.5, jnp.nan, 1.0]]])
+  run = functools.partial(sparse_decode, q, k, v.astype(jnp.int16), unit=2, scale=1e-3)
+  run = functools.partial(run, per_slot=(k_scale, v_scale))
+  count, start = jnp.full((1, 1), 2), jnp.zeros((1, 1), jnp.int32)
+  # After a hole, before an entry that does not count; slot 3 is out of the range.
+  state, out = run(jnp.asarray([[[-1, 1, 0]]]), count, start, start + 3)
+  np.testing.assert_allclose(state.m, [[[127 * 10 * 2 / 127 * 1e-3]]], rtol=1e-6)
+  np.testing.assert_allclose(out[0, 0, 0], [1, 2], rtol=1e-6)
+  # Entry 2 names slots 4 and 5, of which there is one; slots 2 and 3 are out of the range.
+  state, out = run(jnp.asarray([[[2, 1, 0]]]), count, start + 4, start + 9)
+  np.testing.assert_allclose(state.m, [[[-64 * 4 * 2 * 2 / 127 * 1e-3]]], rtol=1e-6)
+  np.testing.assert_allclose(out[0, 0, 0], [-6, 1], rtol=1e-6)
+
+
+SWEEP = pairwise(
+  (1, 3, 4, 7, 16),  # G
+  (1, 2, 3),  # K
+  (24, 64, 128),  # H
+  ("float32", "bfloat16", "float16"),
+  (1, 3, 16, 64, 256),  # unit
+  (None, 8, 4),  # bits: None are floats
+  (None, 1, 7, 64),  # programs: None is one for every row, with larger tiles
+  (None, 0.7),  # soft cap
 )
-def test_against_oracle(heads, groups, head_dim, dtype, unit, programs):
-  batch, slots, sinks = 2, 700, 5
-  width = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}[unit]
-  table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
-  rng = np.random.default_rng(1)
-  shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
-  q, k, v = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
-  listed = functools.partial(slots_of, table, count, start, stop, unit, sinks)
-  o, m, l, logits = exact(q, k, v, listed)
-  unread = np.isneginf(logits[:, :, 0])[..., None]
-  k, v = (jnp.where(unread, jnp.nan, x).astype(dtype) for x in (k, v))
-  config = Config(tile=16, programs=programs, warps=4, stages=2)
-  run = jax.jit(functools.partial(sparse_decode, unit=unit, sinks=sinks, config=config))
-  state, rounded = run(q, k, v, *map(jnp.asarray, (table, count, start, stop)))
-  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
-  lse = m + np.log(l, out=np.zeros_like(l), where=l > 0)
-  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
-  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o.astype(dtype)))
+
+
+@pytest.mark.rest(12)
+@pytest.mark.core(4)
+@pytest.mark.parametrize(
+  ("groups", "heads", "head_dim", "dtype", "unit", "bits", "programs", "cap"),
+  SWEEP,
+  ids=["G{}-K{}-H{}-{}-unit{}-bits{}-programs{}-cap{}".format(*row) for row in SWEEP],
+)
+def test_equals_oracle(groups, heads, head_dim, dtype, unit, bits, programs, cap):
+  where = plan(unit, 2, heads, SLOTS, unit, WIDTH[unit])
+  case = drawn(np.random.default_rng(unit), (2, heads), groups, SLOTS, head_dim, dtype, bits)
+  listed = functools.partial(slots_of, *where, unit, SINKS)
+  config = Config(tile=16 if programs else 64, programs=programs or 1, warps=4, stages=2)
+  how = {"unit": unit, "sinks": SINKS, "soft_cap": cap, "config": config}
+  run = case.kernel(sparse_decode, read_of(listed, (2, heads, SLOTS)), **how)
+  made = run(*where)
+  held_to(made, case, listed, cap)
+  same_bits(made, run(*where))
 
 
 @pytest.mark.parametrize("unit", [1, 16])
 def test_ranges_are_clipped_to_the_slots(unit):
   """The last tile of a table ends with the slots, whatever the range says."""
   slots = 55
-  q, k, v = (
-    jax.random.normal(jax.random.key(i), (1, 2, n, 24), jnp.float32)
-    for i, n in enumerate((3, slots, slots))
-  )
+  operands = drawn(np.random.default_rng(0), (1, 2), 3, slots, 24, "float32").arrays
   tiles = -(-slots // unit) + (unit == 1)  # one that there is not
   table = jnp.broadcast_to(jnp.arange(tiles, dtype=jnp.int32), (1, 2, tiles))
   count = jnp.full((1, 2), tiles, jnp.int32)
   run = jax.jit(functools.partial(sparse_decode, unit=unit))
   stops = [jnp.full((1, 1), n, jnp.int32) for n in (slots, 3 * slots)]
-  (want, _), (got, _) = (run(q, k, v, table, count, stops[0] * 0, stop) for stop in stops)
-  np.testing.assert_array_equal(got.o, want.o)
-  np.testing.assert_array_equal(got.lse, want.lse)
+  same_bits(*(run(*operands, table, count, stops[0] * 0, stop) for stop in stops))
 
 
-def test_second_run_is_bit_equal():
-  table, count, start, stop = map(jnp.asarray, plan(0, 3, 2, 500, 16, 20))
-  q, k, v = (
-    jax.random.normal(key, shape, jnp.bfloat16)
-    for key, shape in zip(
-      jax.random.split(jax.random.key(0), 3),
-      ((3, 2, 4, 64), (3, 2, 500, 64), (3, 2, 500, 64)),
-      strict=True,
-    )
-  )
-  run = jax.jit(functools.partial(sparse_decode, unit=16))
-  first, second = (run(q, k, v, table, count, start, stop) for _ in range(2))
-  same_bits(first, second)
+@pytest.mark.parametrize("shape", [(8, 1, 16), (64, 4, 128), (512, 4, 1)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_cuts_over_codes_fit_small_devices(shape, bits):
+  """And a tile that is one part of an entry takes no stage for the table."""
+  rows, groups, unit = shape
+  for head_dim in (64, 128, 256):
+    how = {"rows": rows, "groups": groups, "slots": 4096, "head_dim": head_dim, "bits": bits}
+    cut = settings(**how, itemsize=2, unit=unit, kind="NVIDIA RTX A6000")
+    assert cut.tile * 2 * head_dim * bits // 8 <= 16 << 10 and cut.tile <= 64
+    assert cut.stages == (3 if unit == 128 else 5)
 
 
 def test_bad_tables():
@@ -89,3 +109,13 @@ def test_bad_tables():
     check_table(table, count.astype(np.int64), 16, (1, 2))
   with pytest.raises(ValueError, match="unit: found 512, expected 1 to 256"):
     check_table(table, count, 512, (1, 2))
+
+
+@pytest.mark.parametrize(
+  ("change", "message"), [({"sinks": -1}, "sinks: found -1"), ({"unit": 0}, "unit: found 0")]
+)
+def test_operands_are_checked(change, message):
+  operands = drawn(np.random.default_rng(0), (1, 2), 3, 9, 24, "float32").arrays
+  where = map(jnp.asarray, plan(0, 1, 2, 9, 3, 3))
+  with pytest.raises(ValueError, match=message):
+    sparse_decode(*operands, *where, **{"unit": 3} | change)

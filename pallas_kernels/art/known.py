@@ -409,6 +409,5 @@ def read(
     interpret=interpret,
     aliases={ahead + i: i for i in range(len(done))},
   )
-  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in done)
   walked, end = (x.reshape(batch, heads) for x in (walked, end))
-  return State(o, m, l), rounded, walked, end
+  return *split_k.finished(done, q.shape[:2]), walked, end

@@ -225,7 +225,7 @@ def walk(
   if share:
     if not detected:
       raise ValueError(f"share: found {share}, expected 0 with several splits or a certificate")
-    o, m, l, rounded, walked = spread.walk(
+    *done, walked = spread.walk(
       *(sources, until, -(-length // tile)),
       share=share,
       cut=cut,
@@ -233,8 +233,7 @@ def walk(
       interpret=interpret,
       **how,
     )
-    o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
-    return State(o, m, l), rounded, walked.reshape(batch, heads, 1, groups)
+    return *split_k.finished(done, q.shape[:2]), walked.reshape(batch, heads, 1, groups)
   programs = rows * splits
   written, walked = backend.call(
     functools.partial(_kernel, until=until, splits=splits, chunk=chunk, loaded=loaded, **how),
@@ -249,9 +248,8 @@ def walk(
     name="art_walk",
     interpret=interpret,
   )
-  o, m, l, rounded = split_k.join(written, split=splits > 1, interpret=interpret)
-  o, m, l, rounded = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded))
-  return State(o, m, l), rounded, walked.reshape(batch, heads, splits, groups)
+  made = split_k.joined(written, q.shape[:2], split=splits > 1, interpret=interpret)
+  return *made, walked.reshape(batch, heads, splits, groups)
 
 
 def helped(rows: int, *, interpret: bool = False, kind: str | None = None) -> bool:

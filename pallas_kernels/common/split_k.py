@@ -227,9 +227,12 @@ def joined(
   written: Sequence[Array], lead: tuple[int, ...], *, split: bool, interpret: bool | None
 ) -> tuple[State, Array]:
   """The state and o rounded of `join`, with axes [B, K] in the place of rows."""
-  o, m, l, rounded = (
-    x.reshape(*lead, *x.shape[1:]) for x in join(written, split=split, interpret=interpret)
-  )
+  return finished(join(written, split=split, interpret=interpret), lead)
+
+
+def finished(done: Sequence[Array], lead: tuple[int, ...]) -> tuple[State, Array]:
+  """The state and o rounded of the first four `results`, with axes [B, K] in the place of rows."""
+  o, m, l, rounded = (x.reshape(*lead, *x.shape[1:]) for x in done)
   return State(o, m, l), rounded
 
 

@@ -64,7 +64,7 @@ def of_row(
 class Floats:
   """Keys and values as they are."""
 
-  def __init__(self, sources: Sources, row: Any, scale: tiling.Scale, evict: str | None):
+  def __init__(self, sources: Sources, row: Any, scale: tiling.Scale, evict: str | None = None):
     self._sources, self._row, self._scale, self._evict = sources, row, scale, evict
     rows, self.groups, self.head_dim = sources.q.shape
     self._sharers = rows // sources.k.shape[0]
@@ -90,7 +90,7 @@ class Floats:
     k, v = (backend.load(ref, *index, mask=mask, evict=self._evict) for ref in refs)
     return tiling.Tile(k, v, keep)
 
-  def step(self, carry: tiling.Carry, q: Array, tile: tiling.Tile, see: See) -> tiling.Carry:
+  def step(self, carry: tiling.Carry, q: Array, tile: tiling.Tile, see: See = None) -> tiling.Carry:
     """Adds one tile, as `tiling.step`."""
     return tiling.step(carry, q, tile, scale=self._scale, see=see)
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.common import backend, split_k, tiling
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.devices import this_device
+from kvjax.kernels.decode import stored
 from kvjax.kernels.longflow.victim import LAST, named
 from kvjax.primitives.softmax_state import State
 
@@ -53,12 +54,13 @@ def _kernel(
   scale: tiling.Scale,
 ) -> None:
   """`_Row` -> o [R, G, H], m, l [R, G], o rounded; victim [R]."""
-  rows, groups, head_dim = refs.q.shape
+  rows, groups, _ = refs.q.shape
   slots, row = refs.k.shape[1], pl.program_id(0)
   batch_row = row // (rows // refs.stop.shape[0])
   stop, end = jnp.minimum(refs.stop[batch_row], slots), refs.seen[batch_row] - recent
-  lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
-  few, inside, real = pl.next_power_of_2(groups), columns < head_dim, lanes < groups
+  held = stored.Floats(stored.Sources(refs.q, refs.k, refs.v), row, scale, "evict_first")
+  lanes = held.lanes
+  few, real = pl.next_power_of_2(groups), lanes < groups
   index = jnp.arange(tiles_of(slots, cut.tile))
 
   def of_queries(x: Array) -> Array:
@@ -68,28 +70,23 @@ def _kernel(
 
   def fetch(i: Any) -> tiling.Tile:
     slot = i * cut.tile + jnp.arange(cut.tile)
-    keep = slot < stop
-    at, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside[None, :]
-    k, v = (backend.load(x, *at, mask=mask, evict="evict_first") for x in (refs.k, refs.v))
-    return tiling.Tile(k, v, keep)
+    return held.fetch(slot, slot < stop)
 
   def step(i: Any, state: tuple[tiling.Carry, Array]) -> tuple[tiling.Carry, Array]:
-    carry, held = state
+    carry, logits = state
     shown: list[Array] = []
-    carry = tiling.step(carry, q, fetch(i), scale=scale, see=shown.append)
+    carry = held.step(carry, q, fetch(i), shown.append)
     x = of_queries(shown[0])[:, None, :]
-    return carry, jnp.where(index[None, :, None] == i, x, held)
+    return carry, jnp.where(index[None, :, None] == i, x, logits)
 
-  mask = real[:, None] & inside[None, :]
-  q = backend.load(refs.q, row, lanes[:, None], columns[None, :], mask=mask)
-  held = jnp.full((few, index.size, cut.tile), -jnp.inf, jnp.float32)
-  start = tiling.start(lanes.size, columns.size), held
-  carry, held = lax.fori_loop(0, pl.cdiv(stop, cut.tile), step, start)
-  split_k.store(split_k.whole(), carry, outs, groups=groups, head_dim=head_dim)
+  q = held.query()
+  logits = jnp.full((few, index.size, cut.tile), -jnp.inf, jnp.float32)
+  carry, logits = lax.fori_loop(0, pl.cdiv(stop, cut.tile), step, (held.start(), logits))
+  held.store(split_k.whole(), carry, outs)
 
   lse = of_queries(tiling.finite(carry.m) + jnp.log2(tiling.nonzero(carry.l)))
   query = jnp.arange(few)[:, None, None] < groups
-  share = jnp.where(query, held - lse[:, None, None], -jnp.inf)  # log α
+  share = jnp.where(query, logits - lse[:, None, None], -jnp.inf)  # log α
   slot = index[:, None] * cut.tile + jnp.arange(cut.tile)[None, :]
   there = slot < stop
   norm = backend.load(refs.norm, row, slot, mask=there, other=1.0)
@@ -184,7 +181,7 @@ def read(
 
   cut = config or cut_of(rows, head_dim, k.dtype.itemsize)
   how: dict[str, Any] = {"sinks": sinks, "recent": recent, "cut": cut}
-  (o, m, l, out), victim = backend.call(
+  done, victim = backend.call(
     functools.partial(_kernel, **how, scale=tiling.Scale.of(head_dim, None, soft_cap)),
     _Row(flat(q), flat(k), flat(v), flat(norm), flat(pos), stop, seen),
     grid=(rows,),
@@ -197,5 +194,4 @@ def read(
     name="longflow_read",
     interpret=interpret,
   )
-  o, m, l, out, victim = (x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, out, victim))
-  return State(o, m, l), out, victim
+  return *split_k.finished(done, q.shape[:2]), victim.reshape(batch, heads)

@@ -219,7 +219,7 @@ def repair(
   lists = [table.reshape(rows, width), guess.reshape(rows, -1)]
   operands = [*flat, *lists, start.reshape(-1), stop.reshape(-1)]
   before = len(operands)
-  missed, misses, o, m, l, rounded = backend.call(
+  missed, misses, *done = backend.call(
     functools.partial(
       _kernel,
       unit=unit,
@@ -241,7 +241,5 @@ def repair(
     interpret=interpret,
     aliases={before + i: 2 + i for i in range(4)} if stored == "whole" else None,
   )
-  o, m, l, rounded, missed, misses = (
-    x.reshape(batch, heads, *x.shape[1:]) for x in (o, m, l, rounded, missed, misses)
-  )
-  return State(o, m, l), rounded, missed, misses
+  missed, misses = (x.reshape(batch, heads, *x.shape[1:]) for x in (missed, misses))
+  return *split_k.finished(done, q.shape[:2]), missed, misses

@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.common import backend, smoothing, split_k, tiling
 from kvjax.kernels.common.config import fitted_tile
 from kvjax.kernels.common.devices import this_device
+from kvjax.kernels.decode import stored
 from kvjax.kernels.selection.key_weights import cut, forecasts, score_keys
 
 PAGES = 32  # of a scoring program
@@ -331,18 +332,16 @@ def _attend_part(
   a state for every part.
   """
   q_ref, k_ref, v_ref, table_ref, start_ref, stop_ref, acc_ref, m_ref, l_ref = refs
-  rows, slots, head_dim = k_ref.shape
+  rows, slots, _ = k_ref.shape
   groups, listed = q_ref.shape[1], table_ref.shape[1] * unit
   place = row * pl.cdiv(listed, span) + part
   shared = rows // stop_ref.shape[0]
   start = jnp.int32(0) if start_ref is None else start_ref[row // shared]
   stop = jnp.minimum(stop_ref[row // shared], slots)
-  lanes = jnp.arange(split_k.lanes_of(groups))
-  columns = jnp.arange(split_k.columns_of(head_dim))
-  inside = (columns < head_dim)[None, :]
-  real = (lanes < groups)[:, None] & inside
+  held = stored.Floats(stored.Sources(q_ref, k_ref, v_ref), row, scale)
+  lanes, columns = held.lanes, held.columns
 
-  def fetch(i: Any) -> tiling.Tile:
+  def find(i: Any) -> tuple[Array, Array]:
     first = part * span + i * tile
     key = first + jnp.arange(tile)
     ours = (key < (part + 1) * span) & (key < listed)
@@ -352,17 +351,14 @@ def _attend_part(
       entry = backend.load(table_ref, row, key // unit, mask=ours, other=-1)
     slot = entry * unit + key % unit
     keep = ours & (entry >= 0) & (slot < stop) & ((slot < sinks) | (slot >= start))
-    slot = jnp.where(keep, slot, 0)
-    index, mask = (row, slot[:, None], columns[None, :]), keep[:, None] & inside
-    k, v = (backend.load(ref, *index, mask=mask) for ref in (k_ref, v_ref))
-    return tiling.Tile(k, v, keep)
+    return jnp.where(keep, slot, 0), keep
 
-  q = backend.load(q_ref, row, lanes[:, None], columns[None, :], mask=real)
-  carry = tiling.start(lanes.size, columns.size)
+  q, carry = held.query(), held.start()
   if span <= tile:
-    carry = tiling.step(carry, q, fetch(0), scale=scale)
+    carry = held.step(carry, q, held.fetch(*find(0)))
   else:
-    carry = tiling.walk(carry, q, fetch, 0, pl.cdiv(span, tile), scale=scale)
+    carry = held.walk(carry, q, find, 0, pl.cdiv(span, tile))
+  real = (lanes < groups)[:, None] & held.inside
   backend.store(acc_ref, place, lanes[:, None], columns[None, :], value=carry.acc, mask=real)
   backend.store(m_ref, place, lanes, value=carry.m, mask=lanes < groups)
   backend.store(l_ref, place, lanes, value=carry.l, mask=lanes < groups)

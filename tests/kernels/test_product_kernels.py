@@ -28,26 +28,37 @@ def assert_close(got, want, dtype):
   assert error <= CLOSE[dtype]
 
 
-@pytest.mark.core(3)
-@dtypes
-@sizes
-def test_partial_products_add_up(size, dtype):
-  rows, depth, columns = size
-  (x, w), (wide_x, wide_w) = draw(1, (rows, depth), (depth, columns), dtype=dtype)
-  parts = jax.jit(product.partial_products)(x, w)
+def summed(x, w):
+  """Partial products, of which there are several, put together."""
+  parts = product.partial_products(x, w)
   assert parts.dtype == jnp.float32 and parts.shape[0] > 1
-  assert_close(np.asarray(parts).sum(0), wide_x @ wide_w, "float32")
+  return parts.sum(0)
 
 
-@pytest.mark.core(3)
+def gated(x, w):
+  gate, up = x @ w[:, 0], x @ w[:, 1]
+  return gate / (1 + np.exp(-gate)) * up
+
+
+# A kernel, the axes of its weights between those of the sizes, and the same in NumPy.
+PRODUCTS = {
+  "partial": (summed, (), np.matmul),
+  "whole": (product.product, (), np.matmul),
+  "gated": (product.gated_product, (2,), gated),
+}
+
+
+@pytest.mark.core(6)
 @dtypes
 @sizes
-def test_product(size, dtype):
-  rows, depth, columns = size
-  (x, w), (wide_x, wide_w) = draw(1, (rows, depth), (depth, columns), dtype=dtype)
-  y = jax.jit(product.product)(x, w)
-  assert y.dtype == x.dtype
-  assert_close(y, wide_x @ wide_w, dtype)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name, size, dtype):
+  (run, between, want), (rows, depth, columns) = PRODUCTS[name], size
+  (x, w), wide = draw(1, (rows, depth), (depth, *between, columns), dtype=dtype)
+  y = jax.jit(run)(x, w)
+  exact = name == "partial"  # the others are rounded to the dtype of x
+  assert y.dtype == (jnp.float32 if exact else x.dtype)
+  assert_close(y, want(*wide), "float32" if exact else dtype)
 
 
 def test_products_of_a_part_fill_the_device(monkeypatch):
@@ -59,16 +70,6 @@ def test_products_of_a_part_fill_the_device(monkeypatch):
     assert all(cut.splits == 1 for cut in cuts)
     flying = [cut.stages * cut.depth * cut.columns for cut in cuts]
     assert flying[0] < flying[1]  # one program instead of two on a multiprocessor
-
-
-@pytest.mark.core(3)
-@dtypes
-@sizes
-def test_gated_product(size, dtype):
-  rows, depth, columns = size
-  (x, w), (wide_x, wide_w) = draw(2, (rows, depth), (depth, 2, columns), dtype=dtype)
-  gate, up = wide_x @ wide_w[:, 0], wide_x @ wide_w[:, 1]
-  assert_close(jax.jit(product.gated_product)(x, w), gate / (1 + np.exp(-gate)) * up, dtype)
 
 
 def test_gated_product_is_finite_where_the_gate_is_huge():

@@ -1,4 +1,4 @@
-"""ART's walk over codes: Algorithm 1 in NumPy float64 over what they stand for, then whole steps.
+"""ART's walk over codes, where it does not end, and whole steps; `test_art_kernel` has the others.
 
 On a GPU the same tests run the compiled kernel.
 """
@@ -14,57 +14,10 @@ import pytest
 from kvjax import ART, Quantised, Quest, SnapKV, StreamingLLM
 from kvjax.kernels.art.walk import walk
 from kvjax.kernels.common.config import Config
-from kvjax.primitives.codes import WORDS, quantise, rounded_query
+from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Stream
-from tests.cover import pairwise
-from tests.kernels.art_oracle import LOOSE, compare, inputs, listed_orders
-from tests.kernels.listed import codes, plan, taken
-
-SINKS, SLOTS = 5, 700
-
-
-def coded(k, v, bits, read):
-  """Words, scales and zero points (NaN where nothing is read), and the numbers, by NumPy."""
-  both = zip((k, v), WORDS.values(), strict=True)
-  held, numbers = [quantise(jnp.asarray(x), bits, word) for x, word in both], []
-  for x in held:
-    zero = 0 if x.zero is None else np.float64(x.zero)[..., None]
-    numbers.append(codes(x.words, bits) * np.float64(x.scale)[..., None] + zero)
-  per_slot = [x.scale for x in held] + [x.zero for x in held if x.zero is not None]
-  return [x.words for x in held], [jnp.where(read, x, jnp.nan) for x in per_slot], numbers
-
-
-SWEEP = pairwise(
-  (1, 3, 16, 256),  # unit
-  ((1, 0), (3, 0), (1, 3)),  # splits, share
-  (8, 4),
-  (24, 48, 64),  # H
-  ({}, {"per_head": True, "full": True, "kept": 4, "patience": 2}),
-)
-
-
-@pytest.mark.rest(5)
-@pytest.mark.slow
-@pytest.mark.parametrize(("unit", "how", "bits", "head_dim", "kwargs"), SWEEP, ids=str)
-def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
-  """Stops tile by tile, K = 3 and G = 3, over ragged lists with holes."""
-  (splits, share), tile = how, 32 if unit == 256 else 20
-  width = {1: 190, 3: 90, 16: 20, 256: 3}[unit]
-  q, k, v = inputs(unit, 2, 3, 3, SLOTS, head_dim)
-  where = plan(unit, 2, 3, SLOTS, unit, width)
-  orders, read = listed_orders(*where, unit, SINKS, tile, SLOTS)
-  words, per_slot, numbers = coded(k, v, bits, read)
-  detector = {**LOOSE, "full": False, "per_head": False, "kept": 0, **kwargs}
-  run = functools.partial(walk, unit=unit, sinks=SINKS, tile=tile, splits=splits, share=share)
-  cut = Config(16, 1, 4, 1) if splits == 3 else None
-  run = jax.jit(functools.partial(run, chunk=3, cut=cut, bits=bits, **detector))
-  operands = [jnp.asarray(q), *words, *map(jnp.asarray, where)]
-  out, again = (run(*operands, per_slot=per_slot) for _ in range(2))
-  for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(again), strict=True):
-    np.testing.assert_array_equal(a, b)
-  arrays = [np.asarray(rounded_query(jnp.asarray(q))), *numbers]
-  stopped = compare(lambda *_: out, arrays, orders, tile, splits, detector)
-  assert stopped > 0 or splits > 1
+from tests.kernels.art_oracle import LOOSE, coded, inputs
+from tests.kernels.listed import taken
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ On a GPU the same tests run the compiled kernel.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -14,49 +15,47 @@ import pytest
 from kvjax import ART, H2O, PSAW, Env, Full, Quest, Random, Rope, SnapKV, StreamingLLM
 from kvjax.kernels.art.walk import choose_splits, helped, walk
 from kvjax.kernels.common.config import Config
+from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream
-from tests.kernels.art_oracle import LOOSE, compare, cut_into, inputs, listed_orders
+from tests.cover import pairwise
+from tests.kernels.art_oracle import LOOSE, coded, compare, cut_into, inputs, listed_orders
+from tests.kernels.decode_oracle import same_bits
 from tests.kernels.listed import plan
 
+UNITS, WALKS = (1, 3, 16, 256), ((1, 0), (3, 0), (1, 3))  # the latter: splits, share
+HEADS = {"per_head": True, "full": True, "kept": 4, "patience": 2}
+# Unit, splits and share, bits of codes (None: floats), H, options.
+TABLES = [
+  *itertools.product(UNITS, WALKS, (None,), (48,), ({}, HEADS, {"relative": True, "tau": 0.4})),
+  *pairwise(UNITS, WALKS, (8, 4), (24, 48, 64), ({}, HEADS)),
+]
 
-@pytest.mark.rest(8)
+
+@pytest.mark.rest(13)
 @pytest.mark.core(2)
-@pytest.mark.parametrize(("splits", "share"), [(1, 0), (3, 0), (1, 3)])
-@pytest.mark.parametrize("unit", [1, 3, 16, 256])
-@pytest.mark.parametrize(
-  "kwargs",
-  [
-    {},
-    {"per_head": True, "full": True, "kept": 4, "patience": 2},
-    {"relative": True, "tau": 0.4},
-  ],
-  ids=str,
-)
-def test_a_table_against_algorithm_1(unit, splits, share, kwargs):
-  """Tiles at once, and in parts, which straddle the table's entries or lie within one."""
-  batch, heads, groups, slots, sinks, tile = 2, 3, 3, 700, 5, 32 if unit == 256 else 20
+@pytest.mark.parametrize(("unit", "how", "bits", "head_dim", "kwargs"), TABLES, ids=str)
+def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
+  """Over ragged lists with holes, by tiles at once, and in parts, which straddle the table's
+  entries or lie within one.
+  """
+  (splits, share), slots, sinks, tile = how, 700, 5, 32 if unit == 256 else 20
   cut = Config(16, 1, 4, 1) if splits == 3 else None
   width = {1: 190, 3: 90, 16: 20, 256: 3}[unit]
-  q, k, v = inputs(unit, batch, heads, groups, slots, 48)
-  table, count, start, stop = plan(unit, batch, heads, slots, unit, width)
+  q, k, v = inputs(unit, 2, 3, 3, slots, head_dim)
+  where = plan(unit, 2, 3, slots, unit, width)
   detector = {**LOOSE, "full": False, "per_head": False, "kept": 0, **kwargs}
-  orders, read = listed_orders(table, count, start, stop, unit, sinks, tile, slots)
-  poisoned = [np.where(read[..., None], x, np.nan) for x in (k, v)]
-  run = jax.jit(
-    functools.partial(
-      walk,
-      unit=unit,
-      sinks=sinks,
-      tile=tile,
-      splits=splits,
-      share=share,
-      chunk=3,
-      cut=cut,
-      **detector,
-    )
-  )
-  out = run(*map(jnp.asarray, (q, *poisoned, table, count, start, stop)))
-  stopped = compare(lambda *_: out, [q, k, v], orders, tile, splits, detector)
+  orders, read = listed_orders(*where, unit, sinks, tile, slots)
+  given, arrays = {}, [q, k, v]
+  stored = [np.where(read[..., None], x, np.nan) for x in (k, v)]
+  if bits is not None:
+    stored, per_slot, numbers = coded(k, v, bits, read)
+    given, arrays = {"per_slot": per_slot}, [np.asarray(rounded_query(jnp.asarray(q))), *numbers]
+  run = functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, share=share)
+  run = jax.jit(functools.partial(run, chunk=3, cut=cut, bits=bits or 8, **detector))
+  operands = [*map(jnp.asarray, (q, *stored, *where))]
+  out, again = (run(*operands, **given) for _ in range(2))
+  same_bits(out, again)
+  stopped = compare(lambda *_: out, arrays, orders, tile, splits, detector)
   assert stopped > 0 or splits > 1
 
 
@@ -160,8 +159,7 @@ def test_infinite_patience_changes_no_bit(splits, share, dtype):
   run = functools.partial(walk, q, k, v, None, None, *bounds, **how)
   plain, unending, again = (run(patience=p) for p in (None, math.inf, math.inf))
   for other in (unending, again):
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
-      np.testing.assert_array_equal(np.float32(a), np.float32(b))
+    same_bits(plain, other)
 
 
 @pytest.mark.slow

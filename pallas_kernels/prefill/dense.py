@@ -64,7 +64,6 @@ def blocking(
   *,
   mass: bool = False,
   interpret: bool = False,
-  kind: str | None = None,
 ) -> Blocking:
   """Blocks that fit the registers and the shared memory of a device, of `column_mass` if `mass`.
 
@@ -74,7 +73,7 @@ def blocking(
   if interpret:
     return Blocking(rows=32, tile=32, warps=4, stages=1)
   wide = columns_of(head_dim) > 128
-  here = this_device(kind).shared
+  here = this_device().shared
   # Below an A100 the compiler counts on fewer registers.
   modest = here < 163 << 10
   if itemsize == 4:
@@ -221,7 +220,6 @@ def prefill_attention(
   pos: Int[Array, "B K S"] | None = None,
   reach: Int[Array, " A"] | None = None,
   before: tuple[Float[Array, "B K G A H"], Float[Array, "B K G A"]] | None = None,
-  scale: float | None = None,
   soft_cap: float | None = None,
   cut: Blocking | None = None,
   interpret: bool | None = None,
@@ -244,7 +242,6 @@ def prefill_attention(
     reach: with `pos`: for each query how many leading slots can hold what it sees; None: all.
     before: o in the dtype of q and log-sum-exp, float32, of what queries have seen elsewhere, and
       which is gone on from (−∞: nothing), also where a query is padding here; None: nothing.
-    scale: factor of the logits; H^−½ if None.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: how the work is cut; by shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -276,7 +273,7 @@ def prefill_attention(
     _attend_kernel,
     groups=groups,
     cut=cut,
-    scale=tiling.Scale.of(head_dim, scale, soft_cap),
+    scale=tiling.Scale.of(head_dim, None, soft_cap),
     sinks=sinks,
     has=tuple(flat),
   )

@@ -16,7 +16,6 @@ In the folder: certificates.json and certificates.txt, the table.
 """
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
@@ -147,10 +146,14 @@ def _followed(model: Transformer, tokens: np.ndarray, args: Args) -> list[Shared
   _, caches = prefill(model, tokens[None, :read], np.array([read]), caches, method)
   graph, leaves = split(model)
 
-  def step(caches: Any, token: Any) -> tuple[Any, Any]:
-    return join(graph, leaves).decode(token[None], caches, method, with_aux=True)[1:]
+  @jax.jit
+  def follow(leaves: Any, caches: Any, tokens: Any) -> tuple[Any, Any]:
+    def step(caches: Any, token: Any) -> tuple[Any, Any]:
+      return join(graph, leaves).decode(token[None], caches, method, with_aux=True)[1:]
 
-  caches, found = jax.jit(functools.partial(jax.lax.scan, step))(caches, tokens[read:])
+    return jax.lax.scan(step, caches, tokens)
+
+  caches, found = follow(leaves, caches, tokens[read:])
   names = "q", "chosen", "anchor"
   return [
     Shared(q, np.asarray(cache.slots["k"][0]), chosen, np.where(anchor < 0, -1, anchor - read))

@@ -53,11 +53,12 @@ def compiled(call: str) -> tuple:
 def _tier(call: str, seen: set[tuple[str, ...]]) -> Any:
   """A call's test: in the core, slow, or of sweeps.
 
-  Slow are those for the GPU of the measurements, and the first of every kernel for the others.
+  Slow are the first of every form of a kernel and its size for the GPU of the measurements, and the
+  first of every kernel for the others.
   """
-  kernel, *_, capability = call.split("-")
-  kind = kernel, capability
-  first = capability == "sm90" or kind not in seen
+  kernel, *form, capability = call.split("-")
+  kind = kernel, *form[: 2 * (capability == "sm90")], capability
+  first = kind not in seen
   seen.add(kind)
   if call in FAST and "-share-" not in call:  # the assembler takes ten seconds for these
     return pytest.param(call)

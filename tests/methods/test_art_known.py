@@ -28,6 +28,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_known_lengths_against_a_loop(kwargs, impl):

@@ -113,7 +113,7 @@ def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[C
   return {name: (for_gpus(function), given) for name, (function, given) in made.items()}
 
 
-@pytest.mark.rest(2)
+@pytest.mark.rest(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "heads",

@@ -216,7 +216,7 @@ def _selected(cis: Shared) -> Iterator[Row]:
   drift = certificates.query_drift(cis.q, before, keys, visible)
   by_drift = found.bound + (drift.bound - drift.actual) / 2
   for how, bound in (("Δ_att measured", found.bound), ("Δ_att by the drift's bound", by_drift)):
-    name = f"mass that CIS drops by sharing, {how}"
+    name = f"mass dropped where CIS shares, {how}"
     yield Row(name, KNOWN, 1.0, Certificate(found.actual[shares], bound[shares]))
 
 

@@ -46,7 +46,7 @@ def of(found, name, fitted):
 def test_what_is_fitted_to_itself_holds(found):
   own = [row for row in found if row.fitted in (study.KNOWN, study.SAME)]
   assert {row.name.split(",")[0].split(" (")[0] for row in own} == {
-    *("query drift", "sharing", "mass that CIS drops by sharing"),
+    *("query drift", "sharing", "mass dropped where CIS shares"),
     *("information of the index", "window", "freezing"),
   }
   assert all(row.found.holds for row in own)

@@ -11,12 +11,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 BITS = (8, 4)
 
 
-def expect(name: str, x: Any, shape: Sequence[int], dtype: Any) -> None:
-  """Raises ValueError or TypeError unless an operand has this shape and dtype."""
-  if x.shape != tuple(shape):
-    raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
-  if x.dtype != dtype:
-    raise TypeError(f"{name}: found dtype {x.dtype.name}, expected {jnp.dtype(dtype).name}")
+def expect(shape: Sequence[int], dtype: Any, **operands: Any) -> None:
+  """Raises ValueError or TypeError unless operands have this shape and dtype."""
+  for name, x in operands.items():
+    if x.shape != tuple(shape):
+      raise ValueError(f"{name}: found shape {x.shape}, expected {list(shape)}")
+    if x.dtype != dtype:
+      raise TypeError(f"{name}: found dtype {x.dtype.name}, expected {jnp.dtype(dtype).name}")
 
 
 def check(
@@ -51,12 +52,11 @@ def check(
       )
   else:
     _check_codes(q, k, v, per_slot, bits)
-  for name, x in (("start", start), ("stop", stop)):
-    expect(name, x, start.shape, "int32")
+  expect(start.shape, "int32", start=start, stop=stop)
   if q_sinks is not None:
     if per_slot is not None:
       raise ValueError("q_sinks: expected None with codes, whose queries are rounded once")
-    expect("q_sinks", q_sinks, q.shape, q.dtype)
+    expect(q.shape, q.dtype, q_sinks=q_sinks)
 
 
 def check_queries(q: Any, axes: str, sinks: int) -> None:
@@ -76,8 +76,7 @@ def check_cache(q: Any, k: Any, v: Any, kept: int) -> None:
   batch, heads, *_, head_dim = q.shape
   if k.ndim != 4 or k.shape[2] == 0 or (*k.shape[:2], k.shape[3]) != (batch, kept, head_dim):
     raise ValueError(f"k: found shape {k.shape}, expected [{batch}, {heads}, S ≥ 1, {head_dim}]")
-  expect("k", k, k.shape, q.dtype)
-  expect("v", v, k.shape, q.dtype)
+  expect(k.shape, q.dtype, k=k, v=v)
 
 
 def _check_codes(q: Any, k: Any, v: Any, per_slot: Sequence[Any], bits: int) -> None:
@@ -89,19 +88,19 @@ def _check_codes(q: Any, k: Any, v: Any, per_slot: Sequence[Any], bits: int) -> 
   slots = *q.shape[:2], k.shape[2] if k.ndim == 4 else 0
   if 0 in slots:
     raise ValueError(f"k: found shape {k.shape}, expected [{slots[0]}, {slots[1]}, S ≥ 1, Wk]")
-  expect("k", k, (*slots, head_dim * bits // 8), "int8")
-  expect("v", v, (*slots, head_dim * bits // 16), "int16")
+  expect((*slots, head_dim * bits // 8), "int8", k=k)
+  expect((*slots, head_dim * bits // 16), "int16", v=v)
   if len(per_slot) != count:
     raise ValueError(f"per_slot: found {len(per_slot)} arrays, expected {count}")
   for x in per_slot:
-    expect("per_slot", x, slots, "float32")
+    expect(slots, "float32", per_slot=x)
 
 
 def check_table(table: Any, count: Any, unit: int, heads: tuple[int, ...]) -> None:
   """Raises on a plan that the kernels do not take."""
   if table.ndim != 3 or table.shape[:2] != heads or table.shape[2] == 0:
     raise ValueError(f"table: found shape {table.shape}, expected [{heads[0]}, {heads[1]}, W ≥ 1]")
-  expect("table", table, table.shape, "int32")
-  expect("count", count, heads, "int32")
+  expect(table.shape, "int32", table=table)
+  expect(heads, "int32", count=count)
   if not 1 <= unit <= 256:
     raise ValueError(f"unit: found {unit}, expected 1 to 256")

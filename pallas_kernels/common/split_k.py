@@ -232,7 +232,7 @@ def joined(
 
 def finished(done: Sequence[Array], lead: tuple[int, ...]) -> tuple[State, Array]:
   """The state and o rounded of the first four `results`, with axes [B, K] in the place of rows."""
-  o, m, l, rounded = (x.reshape(*lead, *x.shape[1:]) for x in done)
+  o, m, l, rounded = [x.reshape(*lead, *x.shape[1:]) for x in done]
   return State(o, m, l), rounded
 
 

@@ -34,7 +34,7 @@ class Sources(NamedTuple):
   @classmethod
   def of(cls, q: Array, k: Array, v: Array, per_slot: Sequence[Array] | None = None) -> "Sources":
     """Arrays [B, K, ...] with their rows on one axis."""
-    q, k, v, *held = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *(per_slot or ())))
+    q, k, v, *held = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *(per_slot or ()))]
     return cls(q, k, v, tuple(held))
 
 

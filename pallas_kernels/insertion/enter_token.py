@@ -251,12 +251,12 @@ def enter_token(
     grid=(batch,),
     out=[
       jax.ShapeDtypeStruct((batch, kv_heads, parts - 2, head_dim), qkv.dtype),
-      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cache),
+      jax.eval_shape(lambda: cache),
     ],
     warps=WARPS if kv_heads * parts * head_dim < MANY else 2 * WARPS,
     stages=1,
     name="enter_token" if bits is None else "enter_codes",
     interpret=interpret,
-    aliases={ahead + i: 1 + i for i in range(held)},
+    aliases=dict(zip(range(ahead, ahead + held), range(1, 1 + held), strict=True)),
   )
   return q, *jax.tree.leaves(entered)

@@ -398,4 +398,4 @@ def check(q: Any, k: Any, v: Any, qpos: Any, sinks: int) -> None:
   """Raises on operands that the kernels do not take; the message names the argument."""
   check_queries(q, "[B, K, G, A, H]", sinks)
   check_cache(q, k, v, q.shape[1])
-  expect("qpos", qpos, (q.shape[0], q.shape[3]), "int32")
+  expect((q.shape[0], q.shape[3]), "int32", qpos=qpos)

@@ -83,7 +83,7 @@ class Floats:
     return tiling.start(self.lanes.size, self.columns.size)
 
   def fetch(self, slot: Array, keep: Array) -> tiling.Tile:
-    """What lies in some slots."""
+    """Tile of some slots."""
     row = self._row if self._sharers == 1 else self._row // self._sharers
     index, mask = (row, slot[:, None], self.columns[None, :]), keep[:, None] & self.inside
     refs = self._sources.k, self._sources.v
@@ -146,7 +146,7 @@ class Codes:
   def fetch(
     self, slot: Array, keep: Array, per_slot: tuple[Array, ...] | None = None
   ) -> code_words.Tile:
-    """What lies in some slots; `per_slot`: their scales, where these are loaded already."""
+    """Tile of some slots; `per_slot`: their scales, where these are loaded already."""
     v_words = self._v_words % self._width if self._whole else self._v_words
     k = code_words.words(self._sources.k, self._row, slot, self._k_words, keep, self._evict)
     v = code_words.words(self._sources.v, self._row, slot, v_words, keep, self._again)

@@ -188,7 +188,7 @@ def case(title: str, name: str, base: str, batch: int, tokens: int) -> Case:
   }
 
   def figures(taken: dict[str, float]) -> dict[str, Any]:
-    """What the bytes allow over the full cache, and the paper's gains."""
+    """Gain that the bytes allow over the full cache, and the paper's gains."""
     mistral, llama, by_length = PAPER[base]
     found: dict[str, Any] = {"paper, Mistral-7B": mistral, "paper, Llama-3.1-70B": llama}
     if tokens >> 10 in by_length:

@@ -184,7 +184,7 @@ def outputs(method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: f
 def walked(
   steps: int, method: Any, impl: str, spec: kvjax.CacheSpec, tokens: int, alike: float
 ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
-  """What each step of a block gives, and what the method tells of it.
+  """Results of each step of a block, and what the method tells of it.
 
   Queries are alike at every step: rotated by one place more, the cosine with the last one is 0.97.
   """

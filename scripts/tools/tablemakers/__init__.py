@@ -23,7 +23,7 @@ DOCUMENTS = (
 
 
 def maker(name: str) -> Callable[[Results], Part]:
-  """What makes the part between some markers: its lines and their figures.
+  """Maker of the part between some markers: its lines and their figures.
 
   Raises:
     ValueError: there is none of this name.

@@ -89,7 +89,7 @@ def rooms(results: Results) -> Part:
 
 
 def _about(room: str) -> str:
-  """What a folder says of itself, up to the first mark."""
+  """Words that a folder says of itself, up to the first mark."""
   source = (CODE / room.replace(".", "/") / "__init__.py").read_text("utf-8")
   return re.split("[:;.]", ast.get_docstring(ast.parse(source)) or "")[0]
 

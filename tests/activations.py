@@ -1,4 +1,4 @@
-"""What attention layers of SmolLM2 compute of a text: the inputs of bounds on real activations."""
+"""Queries, keys and values of SmolLM2's layers over a text: inputs of bounds on activations."""
 
 import dataclasses
 import functools

@@ -1,1 +1,1 @@
-"""Knowledge about a run: certificates, diagnostics, early stops, bytes moved."""
+"""Certificates, diagnostics, early stops, bytes moved: knowledge about a run."""

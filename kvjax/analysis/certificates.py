@@ -129,8 +129,9 @@ def information_bound(
 def shift_bound(change: Float[Numbers, "*batch S"]) -> Float[np.ndarray, "*batch"]:
   """tanh(osc/4) ≥ ½·‖A(x + d) − A(x)‖₁ for any logits x: osc = max d − min d, of their change d.
 
-  A weight is multiplied by e^d_i / Σ A_j e^d_j. Among changes of one oscillation two values of d,
-  each on half of the mass, move most, and those move tanh(osc/4). Lemma 6 has osc/2 for it.
+  A weight is multiplied by e^d_i / Σ A_j e^d_j. Among changes of one oscillation most moves where d
+  has two values, and 1 / (1 + e^(osc/2)) of the mass has the larger: then the two laws mirror each
+  other. Lemma 6 has osc/2 for it.
 
   Args:
     change: d; keys that are out of sight have NaN.

@@ -1,1 +1,1 @@
-"""Records that methods and operations hand each other: caches, plans, where a move runs."""
+"""Caches, plans, where a move runs: records that methods and operations hand each other."""

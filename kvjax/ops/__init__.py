@@ -1,1 +1,1 @@
-"""Operations of the moves: what each computes, what its kernel cannot do, and the choice."""
+"""References of operations, and which implementation runs: what each computes and cannot do."""

@@ -1,1 +1,1 @@
-"""Callers of methods: the front door, devices, memory, forks, shared prompts."""
+"""Front door, devices, memory, forks, shared prompts: callers of methods."""

@@ -1,4 +1,4 @@
-"""Test your own method: the laws that every method of kvjax obeys.
+"""Laws that every method of kvjax obeys: test your own.
 
     import kvjax.testing
 

@@ -88,7 +88,7 @@ def decode_calls(kind: str) -> Calls:
 
 
 def sizes(shape: Shape) -> dict[str, int]:
-  """What cuts of kernels ask of a shape."""
+  """Sizes of a shape that cuts of kernels ask for."""
   itemsize = jnp.dtype(shape.dtype).itemsize
   return {"groups": shape.groups, "head_dim": shape.head_dim, "itemsize": itemsize}
 

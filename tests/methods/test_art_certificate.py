@@ -86,7 +86,7 @@ def adversary(kind, seed):
 
 
 def stopped(kind, seed, method, impl, dtype=jnp.float32, cap=None):
-  """How many walks of an adversary stop early, of which none is off by more than ε·max‖v‖."""
+  """Number of an adversary's walks that stop early; none is off by more than ε·max‖v‖."""
   q, k, v, length = adversary(kind, seed)
   k, v = (jnp.asarray(x, dtype) for x in (k, v))
   o, tiles = runner(method, impl, cap)(q, k, v, length)

@@ -26,7 +26,7 @@ READS = re.compile(
 
 
 def pickles(source: str) -> list[str]:
-  """What a program's text says that reads pickles."""
+  """Words of a program's text that read pickles."""
   return [found[0] for found in READS.finditer(source)]
 
 

@@ -127,8 +127,9 @@ print(took, size(nnx.state(model)), layer)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize("to", items.KINDS)
-def test_a_process_reads_its_part(tmp_path, to):
+def test_a_process_reads_its_part(tmp_path, monkeypatch, to):
   """Memory of each of two processes: its own shards and 1.3 layers at most, of 142 MB."""
+  monkeypatch.setenv(*processes.FREED_AT_ONCE)
   sizes = {"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 6}
   made = []
   for name, config in (("small", {}), ("large", sizes)):

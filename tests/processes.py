@@ -8,8 +8,8 @@ import sys
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# A variable of a process, and its value: memory of 128 kB and more goes back as soon as it is freed,
-# so that a peak is what was held, not what malloc kept of each thread's.
+# A variable of a process, and its value: memory of 128 kB and more goes back as soon as it is
+# freed, so that a peak is what was held, not what malloc kept of each thread's.
 FREED_AT_ONCE = ("MALLOC_MMAP_THRESHOLD_", "131072")
 BEGIN = """
 import sys

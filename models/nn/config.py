@@ -41,7 +41,9 @@ _LATER = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """Shape of a decoder of any family in `kvjax.models.io.families`; `presets` names some.
+  """Shape of a decoder of any family in `kvjax.models.io.families`.
+
+  `kvjax.models.io.presets` has some.
 
   Attributes:
     vocab: vocabulary size V.

@@ -19,7 +19,7 @@ from kvjax import Env
 from kvjax.core.context import OwnRows
 from kvjax.methods.ltri.evidence import LLAMA_3_8B_HEADS
 from kvjax.models.decode.generate import split
-from kvjax.models.nn.presets import PRESETS
+from kvjax.models.io.presets import PRESETS
 from kvjax.ops import offload
 from kvjax.programs.suites import Case, Contender, clocked, fitting, jax_contender, together
 from kvjax.programs.suites.e2e import TINY, decoder, drawn

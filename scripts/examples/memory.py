@@ -7,7 +7,7 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax.models.nn.presets import PRESETS
+from kvjax.models.io.presets import PRESETS
 
 # Method -> its marker: equal ones are seen inside each other.
 METHODS = {

@@ -31,8 +31,8 @@ from jax.sharding import AbstractMesh
 import kvjax
 from kvjax.kernels.common import devices
 from kvjax.kernels.common.devices import Device
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
 from kvjax.programs import common, console, installed, shapes, step_time
 from kvjax.programs.evals import families
 from kvjax.programs.evals.advice import SAME, SHARES, Advice, Case, considered, recommended
@@ -56,7 +56,7 @@ class Args:
   """Recommends one to three methods that fit a device, with the commands to try them."""
 
   model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "Llama-3.1-8B"
-  """A shape by name (kvjax.models.nn.presets), a checkpoint, a Hugging Face folder, a .gguf file or
+  """A shape by name (kvjax.models.io.presets), a checkpoint, a Hugging Face folder, a .gguf file or
   a model of the hub (owner/name), of which only the config is fetched."""
   length: int = 131072
   """Tokens of the context, prompt and answer together."""

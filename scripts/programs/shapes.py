@@ -4,8 +4,8 @@ import os
 from difflib import get_close_matches
 
 from kvjax.models.io import convert
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
 
 
 def shape(name: str) -> ModelConfig:

@@ -63,7 +63,7 @@ class Args:
   all: bool = False
   """Measure all of them."""
   model: Annotated[str | None, common.optional("MODEL")] = None
-  """Tune for the heads of a model: a shape by name (kvjax.models.nn.presets), a checkpoint, a
+  """Tune for the heads of a model: a shape by name (kvjax.models.io.presets), a checkpoint, a
   Hugging Face folder, a .gguf file or a model of the hub (owner/name); only its config is read."""
   only: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Only shapes whose name contains one of these."""

@@ -34,8 +34,8 @@ MODULES = (
   *(f"kvjax.analysis.{name}" for name in ("certificates", "diagnostics", "early_stops")),
   *(f"kvjax.methods.{name}" for name in ("double_sparsity", "duo_attention.gates", "ltri.rates")),
   *("kvjax.runtime.sharding", "kvjax.runtime.memory", "kvjax.ops.offload"),
-  *(f"kvjax.models.io.{name}" for name in ("convert", "tokenizer")),
-  *(f"kvjax.models.nn.{name}" for name in ("transformer", "config", "presets", "parallel", "flat")),
+  *(f"kvjax.models.io.{name}" for name in ("convert", "presets", "tokenizer")),
+  *(f"kvjax.models.nn.{name}" for name in ("transformer", "config", "parallel", "flat")),
   *(
     f"kvjax.models.decode.{name}"
     for name in ("prefill", "generate", "reconstruct", "compress", "sampling", "caches", "rows")

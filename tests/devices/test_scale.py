@@ -11,9 +11,9 @@ from flax import nnx
 
 import kvjax
 from kvjax import METHODS, plan_memory
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn import parallel
 from kvjax.models.nn.flat import Form, join
-from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import e2e, fitting
 from kvjax.runtime import sharding

@@ -15,8 +15,8 @@ from kvjax.analysis import traffic
 from kvjax.analysis.traffic import step_traffic
 from kvjax.models.decode.generate import join
 from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
 from kvjax.testing.tiny import TOKENS, Run
 
 LENGTH = 40  # tokens of both rows: whole pages of every method

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models.nn.presets import PRESETS
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 
 # Parameters as the publishers' checkpoints hold them, a tied embedding counted once.

@@ -20,9 +20,9 @@ from kvjax import plan_memory
 from kvjax.kernels.common import devices
 from kvjax.methods import labels
 from kvjax.models.decode.step_bytes import step_bytes, weight_bytes
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import advise, bench_files, step_time
 from kvjax.programs.evals import store

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax.models.nn.presets import PRESETS
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import bench
 from kvjax.programs.suites import e2e

@@ -4,7 +4,8 @@ CRUXEval-O (Gu et al., 2024) asks what a function returns, after an example with
 answer is a literal, which is read and not run. HumanEval (Chen et al., 2021) asks for a function,
 whose tests are run: `sandbox` says how. Prompts and stop strings are those of
 github.com/QwenLM/Qwen2.5-Coder (qwencoder-eval/instruct); only the system message of HumanEval's
-chat is the model's own here.
+chat is the model's own here. lm-evaluation-harness has both with prompts for base models, draws ten
+answers each for CRUXEval, runs what a model wrote without a sandbox, and fetches that metric.
 """
 
 import ast

@@ -1,7 +1,8 @@
 """InfiniteBench's synthetic tasks at any length: pass key, number string, key-value, math find.
 
 Zhang et al., ∞Bench (ACL 2024), §3, and the repository's generator and prompts; the tasks over
-books, dialogue and code are in `infinitebench_files.py`.
+books, dialogue and code are in `infinitebench_files.py`. lm-evaluation-harness has no generator:
+its tasks have the one length that was published, and an answer ends with its first line.
 """
 
 import dataclasses

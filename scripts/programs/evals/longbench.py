@@ -3,7 +3,8 @@
 Bai et al., 2024 (arXiv 2308.14508) and 2025 (arXiv 2412.15204). Prompts and answer lengths are read
 from the files that its repository publishes. Texts that are too long lose their middle. Few-shot
 and code tasks are read without a chat template. LongBench-E's rows form three
-tasks per data set, by the length that its authors counted.
+tasks per data set, by the length that its authors counted. lm-evaluation-harness fills context and
+question into one prompt and cuts what is too long at its beginning.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 `gsm_symbolic` is the generator of the `reasoning-gym` package (endless, nothing is fetched); the
 others are read from local files. Worked examples stand in front of the GSM problems, as many of
-eight as fit; their answers end in "#### x".
+eight as fit; their answers end in "#### x". lm-evaluation-harness asks GSM8K with the same words:
+what it would bring (prompt and scores) is what the generator's problems need as well.
 """
 
 import functools

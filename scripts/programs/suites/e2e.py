@@ -21,9 +21,9 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import join, split
+from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
-from kvjax.models.nn.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, clocked, optional, torch_decoder

@@ -164,6 +164,8 @@ class Batcher:
     request.prompt = ids
     request.widths = widths(self._method, ids.size, self._chunk, self._most)
     self._queue.append(request)
+    if request.number == 0:
+      self._device.compile_ahead()  # while its prompt is read
     return request.number
 
   def insert(

@@ -70,7 +70,7 @@ class ByLayer:
     total = lengths if total is None else total
     form, leaves = self.ends
     with self.model.products_traced():
-      x, handed = _embed(form, leaves, tokens), (Carry(),)
+      x, handed = _embed(form, leaves, tokens), (_carry(method, caches),)
       told = lengths, total
       sites = self._sites(_prefill, method, past, caches, x, told, handed)
       new, reports = [], []
@@ -101,7 +101,7 @@ class ByLayer:
     form, leaves = self.ends
     with self.model.products_traced():
       x, parts = _embed_next(*self._start, tokens)
-      handed = parts, Carry()
+      handed = parts, _carry(method, caches)
       sites = self._sites(_decode, method, None, caches, x, live, handed)
       new, reports = [], []
       for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
@@ -120,9 +120,12 @@ class ByLayer:
     if tokens is None:
       x, parts = _embed_next.eval_shape(*self._start, count)
       live = jax.ShapeDtypeStruct((batch,), bool)
-      return len(self._placed(_decode, method, None, caches, x, live, (parts, Carry()))[1])
+      return len(
+        self._placed(_decode, method, None, caches, x, live, (parts, _carry(method, caches)))[1]
+      )
     x = jax.ShapeDtypeStruct((batch, tokens, self.model.config.dim), self.model.dtype)
-    return len(self._placed(_prefill, method, 0, caches, x, (count, count), (Carry(),))[1])
+    handed = (_carry(method, caches),)
+    return len(self._placed(_prefill, method, 0, caches, x, (count, count), handed)[1])
 
   def _sites(
     self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
@@ -190,6 +193,12 @@ def bound_programs() -> None:
   if flat.held() > MOST_PROGRAMS:
     flat.drop()
     _SITES.clear()
+
+
+def _carry(method: Method, caches: Caches) -> Carry:
+  """What the first layer is handed; those with a window of the model's own hand it on."""
+  served = sliding.served(caches)
+  return method.begins_with(served[0]) if served else Carry()
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:

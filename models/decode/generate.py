@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
-from kvjax.models.decode import by_layer, checks
+from kvjax.models.decode import background, by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.prefill import joined, pad, prefill
 from kvjax.models.decode.rows import put
@@ -43,7 +43,7 @@ from kvjax.models.nn.flat import join, split
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.runtime import arguments
 
-__all__ = ["Generation", "generate", "join", "pad", "prefill", "split"]
+__all__ = ["Generation", "compile_ahead", "generate", "join", "pad", "prefill", "split"]
 
 GREEDY = Sampling()
 AHEAD = 2  # steps under way while the host reads one
@@ -206,6 +206,42 @@ def generate(
   return Generation(tokens, lengths, device.logits, every, told, host.written()), device.caches
 
 
+def compile_ahead(
+  model: Transformer,
+  method: Method,
+  caches: Caches,
+  *,
+  sampling: Sampling = GREEDY,
+  stop: Sequence[int] = (),
+  return_logprobs: bool = False,
+) -> None:
+  """Begins to compile the step of `generate` in a thread, to be called before the prompt is read.
+
+  The first step waits for it. Nothing where the program is there, or where `generate` runs one for
+  each layer, or in several processes.
+
+  Args:
+    model, method: as `generate` takes them.
+    caches: those that `prefill` is given next; they stay as they are.
+    sampling, stop, return_logprobs: as `generate` takes them; of `sampling` only whether its
+      temperature is 0.
+
+  Raises:
+    TypeError, ValueError: as in `generate`.
+  """
+  checks.laid_out(caches, method, model.spec(1, 1))
+  checks.kind("sampling", sampling, Sampling)
+  batch, vocab = caches[0].seen.shape[0], model.config.vocab
+  always = Always(
+    ends(checks.stops(stop, vocab)),
+    np.arange(batch, dtype=np.int32),
+    sampling.knobs(vocab),
+    np.uint32(0),
+  )
+  kind, logits = (method, sampling.greedy, return_logprobs), jnp.zeros((batch, vocab))
+  Device(model, kind, logits, caches, np.ones(batch, bool), always, None).compile_ahead()
+
+
 def _check_tokenizer(tokenizer: Any, needed: bool) -> None:
   """Raises where there is none and texts are looked at, or something else."""
   if tokenizer is not None:
@@ -268,16 +304,29 @@ class Device:
     self._live, self._always = self._put(live), self._put(always)
     free = self._put(np.full(len(live), -1, np.int32))
     self._wanted = itertools.repeat(free) if forced is None else map(self._put, forced.T)
-    if by_layer.decodes(model, kind[0]):
-      self._run: Callable[..., Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
+    self._by_layer = by_layer.decodes(model, kind[0])
+    if self._by_layer:
+      self._run: functools.partial[Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
     else:
       form, leaves = flat.split(model)
       step = decode_checked if model.env.check_nan else decode
       self._run = functools.partial(flat.jitted(step, 4, mesh), form, *kind, leaves)
     self._checked = model.env.check_nan
 
+  def compile_ahead(self) -> None:
+    """Begins to compile the step in a thread; the first one that is dispatched waits for it.
+
+    Nothing where its layers are programs of their own, nor in several processes, whose compilers
+    talk to each other.
+    """
+    if self._by_layer or jax.process_count() > 1:
+      return
+    told = self.caches, self.logits, self._live, next(self._wanted), self._always
+    background.begin(self._run.func, self._run.args[:-1], self._run.args[-1], told)
+
   def step(self) -> Step:
     """Dispatches a step."""
+    background.wait()
     arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
     with self._explained():
       made = self._run(*arrays)

@@ -124,8 +124,10 @@ def division(name: str, quick: bool) -> Case:
   method = kvjax.Ltri()
   caches = method.init_caches(kvjax.CacheSpec(1, 1, 1, 1, 2, layers))
 
+  at = method.at(Env(layers), 0)
+
   def every(maps):
-    divided = [method.divide(*each, None)[:3] for each in zip(caches, maps, strict=True)]
+    divided = [method.divide(at, *each, None)[:3] for each in zip(caches, maps, strict=True)]
     return jnp.stack([jnp.stack(each) for each in divided])
 
   reference = jax.jit(every)

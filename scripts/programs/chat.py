@@ -29,7 +29,7 @@ import tyro
 
 from kvjax.methods import labels
 from kvjax.models.decode.caches import next_turn, room
-from kvjax.models.decode.generate import generate
+from kvjax.models.decode.generate import compile_ahead, generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
@@ -173,7 +173,9 @@ class Conversation:
       shown.append(texts[0])
       streamer.show("".join(shown))
 
+    ends = {"sampling": self._sampling, "stop": self._tokenizer.ends}
     try:
+      compile_ahead(self._model, self.method, caches, **ends)
       step = console.step(f"reading {new:,} tokens", fleeting=True)
       how = self._spec, taken, step
       logits, caches = turn.read(self._model, ids, caches, self.method, *how, begun=begun)
@@ -184,9 +186,8 @@ class Conversation:
           caches,
           self.method,
           steps=steps,
-          sampling=self._sampling,
+          **ends,
           seed=self._args.seed,
-          stop=self._tokenizer.ends,
           tokenizer=self._tokenizer,
           chunk=8,
           on_text=show,

@@ -30,7 +30,7 @@ import tyro
 
 from kvjax.families.method import Method
 from kvjax.methods import labels
-from kvjax.models.decode.generate import generate
+from kvjax.models.decode.generate import compile_ahead, generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
@@ -141,7 +141,7 @@ def answer(
   args: Args,
 ) -> None:
   """Answers one prompt: its text as it comes, or with --json what is known in the end."""
-  spec = model.spec(1, many.rounded(-(-len(ids) // 64) * 64 + args.steps, model))
+  spec = model.spec(1, many.rounded(len(ids) + args.steps, model))
   memory.check_host(method, spec, "the prompt and --steps")
   what = f"the prompt and --steps {args.steps}"
   turn.check_context(model, method, 0, len(ids) + args.steps, what)
@@ -157,6 +157,9 @@ def answer(
   try:
     keep = None if args.keep is None else Keeper(args.keep)
     caches = None if keep else model.init_caches(method, spec.batch, spec.capacity)
+    ends = {"sampling": sampling, "stop": tokenizer.ends}
+    if caches is not None:
+      compile_ahead(model, method, caches, **ends)
     step = console.step(f"reading {len(ids):,} tokens under {method}", sys.stderr)
     how = {"chunk": args.prefill_chunk, "keep": keep}
     logits, caches = turn.read(model, ids, caches, method, spec, taken, step, **how)
@@ -167,9 +170,8 @@ def answer(
         caches,
         method,
         steps=args.steps,
-        sampling=sampling,
+        **ends,
         seed=args.seed,
-        stop=tokenizer.ends,
         stop_strings=args.stop,
         tokenizer=tokenizer,
         chunk=8,

@@ -17,7 +17,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common
 from kvjax.runtime import sharding
 
-ROUND = 64  # tokens to which a row's room is rounded up
+ROUND = 64  # tokens to which a row's room is rounded up, at least
 # Tokens that a device reads about as fast as fewer: a prompt's layers take as long to dispatch, and
 # their weights to read.
 BUSY = {"cpu": 64}
@@ -25,8 +25,12 @@ BUSY_ELSEWHERE = 1024
 
 
 def rounded(tokens: int, model: Transformer) -> int:
-  """The room of a row for so many tokens, which splits evenly over the devices of its slots."""
-  step = ROUND if model.mesh is None else ROUND * sharding.shards(model.mesh, "slots")
+  """The room of a row for so many tokens: one of few sizes, for which programs are compiled once.
+
+  It is at most a sixteenth more, or 63 tokens, and splits evenly over the devices of its slots.
+  """
+  step = max(ROUND, (1 << tokens.bit_length()) // 32)
+  step *= 1 if model.mesh is None else sharding.shards(model.mesh, "slots")
   return -(-tokens // step) * step
 
 

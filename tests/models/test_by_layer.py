@@ -58,11 +58,12 @@ def test_equals_all_layers_at_once(name):
   ("method", "prompt", "step"),
   [
     (kvjax.settings.example(kvjax.InfLLM, 12), 1, 1),
-    # The first layer is handed no votes; four rates, and no program for each.
-    (kvjax.Ltri(**STREAMED, rate=(20.0, 9.0, 5.0, 3.0)), 2, 1),
+    # Four rates, and no program for each; the first layer is handed votes, of which there are none.
+    (kvjax.Ltri(**STREAMED, rate=(20.0, 9.0, 5.0, 3.0)), 1, 1),
+    (kvjax.Ltri(**STREAMED, prefetch=True), 2, 1),
     # Layers with a retrieval head and layers without.
-    (kvjax.Ltri(**STREAMED, heads=HEADS), 3, 2),
-    (kvjax.Ltri(**STREAMED, heads=HEADS, persistent=False), 3, 3),
+    (kvjax.Ltri(**STREAMED, heads=HEADS), 2, 2),
+    (kvjax.Ltri(**STREAMED, heads=HEADS, persistent=False), 2, 2),
   ],
 )
 def test_programs_of_streams(method, prompt, step):

@@ -277,6 +277,13 @@ class Ltri(Streamed, moves=("divide",)):
 
   # ---- queries
 
+  def begins_with(self, cache: Any) -> Carry:
+    """No votes, as numbers; where a layer fetches what it foresees by them, none at all."""
+    if not self.voting or self.prefetch:
+      return Carry()
+    sizes = cache.rows["gone"].shape[0], offload.blocks_of(cache.heads["store"])
+    return Carry(rows={"votes": jnp.zeros(sizes)})
+
   def similarity(
     self,
     at: At,

@@ -82,10 +82,10 @@ def _score_pages(
 ) -> None:
   """Bounds of one tile of a row's pages, and their predictors' next state.
 
-  inputs: low, high [R, P, H], level, trend [R, P], factors [B, 3]; the last four refs are what
-  `smoothing.advance` lists.
+  inputs: low, high [R, P, H], and what `smoothing.loaded` lists; behind them and attention's
+  outputs the refs are what `smoothing.advance` lists.
   """
-  *edge_refs, level_ref, trend_ref, factors_ref = inputs
+  edge_refs, state_refs = inputs[:2], inputs[2:]
   rows, count, head_dim = edge_refs[0].shape
   groups = q_ref.shape[1]
   pieces = jnp.int32(pl.cdiv(count, PAGES))
@@ -98,8 +98,7 @@ def _score_pages(
   seen = (page < count) & (page * unit < stop)
   index, mask = (row, page[:, None], column[None, :]), seen[:, None] & real[None, :]
   low, high = (backend.load(x, *index, mask=mask, evict="evict_first") for x in edge_refs)
-  old = smoothing.state(row, page, (level_ref, trend_ref))
-  factors = smoothing.factors(factors_ref, batch_row)
+  held = smoothing.loaded(row, batch_row, page, state_refs)
   low, high = low.astype(jnp.float32), high.astype(jnp.float32)
 
   def query(g: int) -> Array:
@@ -111,7 +110,8 @@ def _score_pages(
   bounds = (jnp.maximum(q[None, :] * low, q[None, :] * high).sum(axis=1) for q in queries)
   score = functools.reduce(jnp.maximum, bounds)
   how: dict[str, Any] = {"unit": unit, "predictor": predictor}
-  smoothing.advance(row, page, score, old, factors, refs[-4:], stop, **how)
+  outs = refs[-len(smoothing.outputs(rows, count, state_refs)) :]
+  smoothing.advance(row, page, score, held, outs, stop, **how)
 
 
 def _score_keys(
@@ -140,9 +140,9 @@ def speculate(
   stop: Int[Array, " B"],
   low: Float[Array, "B K P H"],
   high: Float[Array, "B K P H"],
-  level: Float[Array, "B K P"],
-  trend: Float[Array, "B K P"],
-  factors: Float[Array, "B 3"],
+  level: Float[Array, "B K P"] | None = None,
+  trend: Float[Array, "B K P"] | None = None,
+  factors: Float[Array, "B 3"] | None = None,
   *,
   unit: int,
   group: str = "mean",
@@ -160,8 +160,8 @@ def speculate(
     guess: int32, the predicted pages, no duplicates, −1 = hole.
     stop: int32, occupied slots of every row, the new token's included.
     low, high: minimum and maximum of every page's keys.
-    level, trend: of every page, after the last step.
-    factors: α, β and γ of every row.
+    level, trend: of every page, after the last step; of `predictor` "last" there are none.
+    factors: α, β and γ of every row; as these.
     unit: tokens per page.
     group, predictor: as in `kvjax.Quest` and `kvjax.PRR`.
     apart: whether every predicted page is attended to by itself.
@@ -172,19 +172,19 @@ def speculate(
 
   Returns:
     What `repair` takes as `written` with stored="pieces", or with `apart` stored="tiles"; and
-    scores and forecasts [B, K, 2, P] (undefined and ∞ where there is no page), level and trend, and
-    the `stop` that each of the former is for [B, K, 2].
+    scores and forecasts [B, K, 2, P] (undefined and ∞ where there is no page), the `stop` that each
+    of them is for [B, K, 2], and level and trend, if there are any.
   """
   rows, pages = q.shape[0] * q.shape[1], low.shape[2]
-  each = jax.ShapeDtypeStruct((rows, pages), jnp.float32)
-  both = jax.ShapeDtypeStruct((rows, 2, pages), jnp.float32)
+  state = [x for x in (level, trend) if x is not None]
+  own = [] if factors is None else [factors]
   how: dict[str, Any] = {"unit": unit, "group": group, "predictor": predictor}
   score = functools.partial(_score_pages, scale=q.shape[3] ** -0.5, **how)
   return _beside(
     *(q, k, v, guess, stop),
     score,
-    [*(x.reshape(rows, *x.shape[2:]) for x in (low, high, level, trend)), factors],
-    [both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    [*(x.reshape(rows, *x.shape[2:]) for x in (low, high, *state)), *own],
+    smoothing.outputs(rows, pages, state),
     rows * pl.cdiv(pages, PAGES),
     unit=unit,
     apart=apart,
@@ -202,9 +202,9 @@ def speculate_keys(
   guess: Int[Array, "B K V"],
   stop: Int[Array, " B"],
   keys: Float[Array, "B K M H"],
-  level: Float[Array, "B K P"],
-  trend: Float[Array, "B K P"],
-  factors: Float[Array, "B 3"],
+  level: Float[Array, "B K P"] | None = None,
+  trend: Float[Array, "B K P"] | None = None,
+  factors: Float[Array, "B 3"] | None = None,
   *,
   unit: int,
   stride: int,
@@ -251,7 +251,9 @@ def speculate_keys(
     interpret=interpret,
   )
   how = {"stride": stride, "width": width, "unit": unit, "predictor": predictor}
-  return written, forecasts(partial, stop, level, trend, factors, interpret=interpret, **how)
+  state = level, trend, factors
+  blocks = pl.cdiv(k.shape[2], unit)
+  return written, forecasts(partial, stop, blocks, *state, interpret=interpret, **how)
 
 
 def _beside(

@@ -201,17 +201,18 @@ def _weigh(
 
 
 def _forecasts_kernel(*refs: Any, ahead: int, each: int, unit: int, predictor: str) -> None:
-  """logits [R, G, M], m, l [R, G, C], level, trend [R, P], factors [B, 3], stop [B] -> what
+  """logits [R, G, M], m, l [R, G, C], stop [B], what `smoothing.loaded` lists -> what
   `smoothing.advance` lists.
   """
-  stop_ref, blocks = refs[6], refs[3].shape[1]
+  stop_ref, both = refs[3], 7 if predictor != "last" else 4
+  blocks = refs[both].shape[2]
   row, block = pl.program_id(0), pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)
   batch_row = row // (refs[0].shape[0] // stop_ref.shape[0])
-  old, factors = smoothing.state(row, block, refs[3:5]), smoothing.factors(refs[5], batch_row)
+  held = smoothing.loaded(row, batch_row, block, refs[4:both])
   lse = _denominators(row, refs[1:3])
   score = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=False)
   how: dict[str, Any] = {"unit": unit, "predictor": predictor}
-  smoothing.advance(row, block, score, old, factors, refs[7:], stop_ref[batch_row], **how)
+  smoothing.advance(row, block, score, held, refs[both:], stop_ref[batch_row], **how)
 
 
 def key_logits(
@@ -369,9 +370,10 @@ def weights_of(
 def forecasts(
   partial: Sequence[Array],
   stop: Int[Array, " B"],
-  level: Float[Array, "B K P"],
-  trend: Float[Array, "B K P"],
-  factors: Float[Array, "B 3"],
+  blocks: int,
+  level: Float[Array, "B K P"] | None,
+  trend: Float[Array, "B K P"] | None,
+  factors: Float[Array, "B 3"] | None,
   *,
   stride: int,
   width: int,
@@ -384,17 +386,19 @@ def forecasts(
   Args:
     partial: logits, m and l of `key_logits`.
     stop: occupied slots of every row, the new token's included.
+    blocks: how many there are.
     level, trend, factors, predictor: as in `speculate`.
     stride, width: as in `key_logits`.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    Scores and forecasts [B, K, 2, P], level and trend, and the `stop` that each is for [B, K, 2].
+    Scores and forecasts [B, K, 2, P], the `stop` that each is for [B, K, 2], level and trend if
+    there are any.
   """
-  batch, heads, blocks = level.shape
+  batch, heads = partial[0].shape[:2]
   rows = batch * heads
-  each = jax.ShapeDtypeStruct((rows, blocks), jnp.float32)
-  both = jax.ShapeDtypeStruct((rows, 2, blocks), jnp.float32)
+  state = [x for x in (level, trend) if x is not None]
+  own = [] if factors is None else [factors]
   kernel = functools.partial(
     _forecasts_kernel,
     ahead=width // stride - 1,
@@ -404,10 +408,10 @@ def forecasts(
   )
   made = backend.call(
     kernel,
-    *(x.reshape(rows, *x.shape[2:]) for x in (*partial, level, trend)),
-    *(factors, stop),
+    *(x.reshape(rows, *x.shape[2:]) for x in partial),
+    *(stop, *(x.reshape(rows, blocks) for x in state), *own),
     grid=(rows, pl.cdiv(blocks, BLOCKS)),
-    out=[both, each, each, jax.ShapeDtypeStruct((rows, 2), jnp.int32)],
+    out=smoothing.outputs(rows, blocks, state),
     warps=WARPS,
     stages=1,
     name="key_forecasts",

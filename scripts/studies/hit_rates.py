@@ -10,6 +10,7 @@ are given with and without those that are read whatever their score.
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 from typing import Annotated, Any
 
@@ -73,7 +74,8 @@ def methods(args: Args) -> dict[str, dict[str, kvjax.PRR]]:
   }
   settings: dict[str, dict[str, Any]] = {"last step's": {"variant": "S2"}}
   settings |= {f"{kind}, ρ = 1": {"predictor": kind, "budget": 1} for kind in ("ema", "holt")}
-  settings |= {f"holt, ρ = {ratio}": {"budget": ratio} for ratio in (1.25, 1.5)}
+  for kind, ratio in itertools.product(("last", "holt"), (1.25, 1.5)):
+    settings[f"{kind}, ρ = {ratio}"] = {"predictor": kind, "budget": ratio}
   return {
     name: {
       setting: kvjax.PRR(base, strict=True, history=args.history, every=1, **kwargs)
@@ -103,7 +105,8 @@ def run(
     return cache, {name: aux[name][0] for name in NAMES}
 
   rest = tuple(jnp.moveaxis(x[..., length:, :], -2, 0) for x in (q, k, v))
-  return jax.lax.scan(step, cache, rest)[1], cache.rows["factors"][0]
+  factors = cache.rows.get("factors", jnp.zeros((1, 0)))  # "last" has none
+  return jax.lax.scan(step, cache, rest)[1], factors[0]
 
 
 def activations(model: Transformer, ids: np.ndarray, layers: tuple[int, ...]) -> list[Any]:
@@ -161,7 +164,8 @@ def write(
 
   def summary(kept: list[dict[str, Any]]) -> dict[str, Any]:
     means = {name: round(float(np.mean([x[name] for x in kept])), 4) for name in NAMES}
-    return means | {"factors": [x["factors"] for x in kept]}
+    factors = [x["factors"] for x in kept if x["factors"]]
+    return means | ({"factors": factors} if factors else {})
 
   report = {
     **sheets.about(args.checkpoint),

@@ -489,6 +489,7 @@ def prr_calls(kind: str) -> Calls:
     shapes = [q, cache, cache, lists, ints(1), edge, edge, state, state, floats(1, 3)]
     call = functools.partial(speculate, unit=unit)
     yield f"speculate-unit{unit}", call, shapes
+    yield f"speculate-last-unit{unit}", functools.partial(call, predictor="last"), shapes[:-3]
     apart = functools.partial(speculate, unit=unit, apart=True)
     yield f"speculate-apart-unit{unit}", apart, shapes
     over = {"unit": unit, "stride": unit // 4, "width": unit // 2}
@@ -497,6 +498,8 @@ def prr_calls(kind: str) -> Calls:
     for name, single in (("", False), ("-apart", True)):
       call = functools.partial(speculate_keys, **over, apart=single)
       yield f"speculate-keys{name}-unit{unit}", call, shapes
+    call = functools.partial(speculate_keys, **over, predictor="last")
+    yield f"speculate-keys-last-unit{unit}", call, shapes[:-3]
 
 
 # Kernel -> its calls on a device, as (name, function, abstract arguments).

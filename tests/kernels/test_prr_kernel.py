@@ -127,7 +127,7 @@ def test_repair(heads, groups, head_dim, unit, dtype, stored):
 @pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [7, 700])
 @pytest.mark.parametrize("group", ["mean", "max"])
-@pytest.mark.parametrize("predictor", ["holt", "ema"])
+@pytest.mark.parametrize("predictor", ["holt", "ema", "last"])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim", "pages", "dtype"),
   [(3, 3, 24, 45, "float32"), (2, 4, 64, 70, "bfloat16")],
@@ -149,9 +149,11 @@ def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group, prog
   guess = guess.astype(np.int32).reshape(batch, heads, predicted)
   how = {"unit": unit, "group": group, "predictor": predictor}
   run = jax.jit(functools.partial(speculate, **how, programs=programs))
-  written, (both, new_level, new_trend, stops) = run(
-    q, k, v, *map(jnp.asarray, (guess, stop)), low, high, *map(jnp.asarray, (level, trend, factors))
+  smoothed = () if predictor == "last" else (level, trend, factors)
+  written, (both, stops, *after) = run(
+    q, k, v, *map(jnp.asarray, (guess, stop)), low, high, *map(jnp.asarray, smoothed)
   )
+  assert len(after) == (2 if smoothed else 0)
   none = jnp.full((batch, heads, 1), -1, jnp.int32)
   state, _, _, misses = repair(
     *(q, k, v, none, jnp.asarray(guess)),
@@ -172,16 +174,19 @@ def test_speculate(heads, groups, head_dim, pages, dtype, predictor, group, prog
     edge = (np.maximum(x * wide[1][b, h], x * wide[2][b, h]).sum(-1) for x in heads_of)
     s = np.max(list(edge), 0) / math.sqrt(head_dim)
     np.testing.assert_allclose(both[b, h, 0, :count], s[:count], atol=1e-4)
-    alpha, beta, gamma = factors[b]
     full, before = (stop[b] - 1) // unit, max(stop[b] - 2, 0) // unit
+    page = np.arange(pages)
+    if not smoothed:
+      np.testing.assert_allclose(both[b, h, 1], np.where(page < full, s, np.inf), atol=1e-4)
+      continue
+    alpha, beta, gamma = factors[b]
     a, c = level[b, h], trend[b, h]
     new = alpha * s + (1 - alpha) * (a + c if predictor == "holt" else a)
     slope = beta * (new - a) + (1 - beta) * c
-    page = np.arange(pages)
     new = np.where(page < before, new, np.where(page < full, s, 0))
     slope = np.where(page < before, slope, 0)
-    np.testing.assert_allclose(new_level[b, h], new, atol=1e-4)
-    np.testing.assert_allclose(new_trend[b, h], slope, atol=1e-4)
+    for found, want in zip(after, (new, slope), strict=True):
+      np.testing.assert_allclose(found[b, h], want, atol=1e-4)
     ahead = np.where(page < full, new + gamma * slope, np.inf)
     np.testing.assert_allclose(both[b, h, 1], ahead, atol=1e-4)
 

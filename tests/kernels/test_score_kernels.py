@@ -118,8 +118,8 @@ def test_forecasts_of_keys():
   factors, stop = jnp.asarray(rng.uniform(size=(2, 3)), jnp.float32), jnp.array([598, 33])
   start, known = jnp.zeros((2, 1), jnp.int32), stop[:, None]
   partial = key_logits(q, k, start, known, known)
-  both, level, trend, stops = weights.forecasts(
-    partial, stop, old.level, old.trend, factors, stride=1, width=1, unit=unit
+  both, stops, level, trend = weights.forecasts(
+    partial, stop, 150, old.level, old.trend, factors, stride=1, width=1, unit=unit
   )
   logits = jnp.where(jnp.arange(600) < known[:, None, None], jnp.log(2) * partial[0], -jnp.inf)
   score = jax.nn.softmax(logits, -1).sum(2).reshape(2, 2, 150, unit).max(-1)

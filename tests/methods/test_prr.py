@@ -59,6 +59,17 @@ class Predictor:
       self.trend[j] = self.beta * (self.level[j] - a) + (1 - self.beta) * b
 
 
+class Last:
+  """The scores of the last step, of the tiles that were full before it, by one KV head."""
+
+  def __init__(self, past, h, unit):
+    self.t, self.unit = past[-1][0] if past else 0, unit
+    self.scores = past[-1][1][h] if past else []
+
+  def forecast(self, count):
+    return [self.scores[j] if j < self.t // self.unit else np.inf for j in range(count)]
+
+
 class Row:
   """One row of a batch: scores of all KV heads as they come, predictions, sets."""
 
@@ -67,8 +78,8 @@ class Row:
     self.heads = stream.k.shape[1]
     self.wide = int(method.budget * self.base.tiles.best + 1e-9) if method.variant == "S3" else None
     self.wide = self.base.tiles.best if self.wide is None else self.wide
-    factors = (method.alpha, method.beta, method.gamma)
-    self.factors = factors if method.variant == "S3" else (1.0, 0.0, 0.0)
+    self.last = method.predictor == "last" or method.variant != "S3"
+    self.factors = method.alpha, method.beta, method.gamma
     self.past = []  # (t, scores of every head)
     self.selected = None
 
@@ -84,6 +95,8 @@ class Row:
 
   def predictors(self, factors):
     """The heads' predictors after all that has passed."""
+    if self.last:
+      return [Last(self.past, h, self.base.tiles.unit) for h in range(self.heads)]
     made = [Predictor(*factors, self.method.predictor) for _ in range(self.heads)]
     for t, scores in self.past:
       for p, s in zip(made, scores, strict=True):
@@ -94,7 +107,7 @@ class Row:
     """Returns the hit rate of every candidate, None if there are too few tokens to tell."""
     first = max(start, stop - self.method.history)
     new = [(t, self.scores(t)) for t in range(first, stop)]
-    searches = self.method.calibrate and self.method.variant == "S3"
+    searches = self.method.calibrate and not self.last
     rates = self.calibration(new) if searches else None
     self.past += new
     self.selected = [set(self.choose(s, self.base.tiles.best)) for s in new[-1][1]]
@@ -187,7 +200,7 @@ def generation(method, lengths=(45, 6), steps=24, seed=1):
   run = Layer(Watched(method), stream, capacity=max(lengths) + steps, layer=2)
   rows = [Row(method, stream, b) for b in range(len(lengths))]
   run.prefill(list(lengths))
-  factors = np.asarray(run.cache.rows["factors"])
+  factors = np.asarray(run.cache.rows.get("factors", [row.factors for row in rows]))
   for row, n, found in zip(rows, lengths, factors, strict=True):
     rates = row.prompt(0, n)
     if rates is not None:
@@ -212,12 +225,11 @@ def test_worked_example():
     np.testing.assert_allclose([new.level[0], new.trend[0]], [level, trend], rtol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["S1", "S2"])
-def test_the_first_stages_foresee_the_last_scores(variant):
-  """They are the forecast of α = 1, β = γ = 0."""
-  method = PRR(Quest(32, page=4), budget=2.0, variant=variant)
+@pytest.mark.parametrize("how", [{"variant": "S1"}, {"variant": "S2"}, {"predictor": "last"}])
+def test_the_last_scores_are_a_forecast_without_a_state(how):
+  method = PRR(Quest(32, page=4), budget=2.0, **how)
   cache = Cache.empty(method, Stream.random(0).spec(40), method.base.dense_layers)
-  np.testing.assert_array_equal(cache.rows["factors"], [[1, 0, 0]] * 2)
+  assert not {"level", "trend"} & cache.heads.keys() and "factors" not in cache.rows
 
 
 def test_the_grid():
@@ -232,10 +244,11 @@ def test_the_grid():
   [
     {"budget": 1.5, "calibrate": False},
     {"budget": 1.0, "calibrate": False, "predictor": "ema", "history": 3, "gamma": 1.0},
+    {"budget": 1.5, "predictor": "last"},
     {"budget": 2.0, "variant": "S1"},
     {"budget": 2.0, "variant": "S2"},
   ],
-  ids=["holt", "ema", "S1", "S2"],
+  ids=["holt", "ema", "last", "S1", "S2"],
 )
 def test_a_generation(base, kwargs, strict):
   """Across tile boundaries at every offset; rows apart in length, one with nothing to predict."""
@@ -324,12 +337,13 @@ def test_art_may_not_walk_what_is_repaired():
   [
     {"budget": 1.5},
     {"budget": 1.5, "predictor": "ema"},
+    {"budget": 1.5, "predictor": "last"},
     {"variant": "S1"},
     {"variant": "S2"},
     {"budget": 1.5, "strict": True},
     {"variant": "S1", "strict": True},
   ],
-  ids=["S3", "ema", "S1", "S2", "strict", "S1-strict"],
+  ids=["S3", "ema", "last", "S1", "S2", "strict", "S1-strict"],
 )
 def test_kernels_equal_the_reference(kwargs, base):
   """Outputs, sets, reports and the predictor, step by step: in one launch where one does both."""

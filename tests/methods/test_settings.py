@@ -117,7 +117,7 @@ BOUNDS = [
   ("phi", 1.5, "more than 0 and at most 1", (PSAW,)),
   ("pool", 6, "an odd number", (RKV, SnapKV)),
   ("pools", 0, "1 or more", (AdaKV,)),
-  ("predictor", "oracle", "'holt' or 'ema'", (PRR,)),
+  ("predictor", "oracle", "one of ('holt', 'ema', 'last')", (PRR,)),
   ("probe", "half", "'strided32' or 'full'", (ART,)),
   ("psi", 0.0, "more than 0 and at most 1", (ETF,)),
   ("quantile", (1.5,), "numbers in [0, 1]", (Ltri,)),

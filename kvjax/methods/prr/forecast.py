@@ -3,6 +3,7 @@
 The formulae of Eqs. 2 and 3 are lost in our text of the paper. They are reconstructed from its
 words as Holt's linear smoothing, per KV head and tile, ′ being the value of the last step. A cache
 holds the state: "level" and "trend" [B, K, P], and on the rows shelf "factors" [B, 3], α, β and γ.
+The forecast "last" is the score itself, and has no state.
 """
 
 import dataclasses
@@ -56,7 +57,7 @@ def state_of(cache: Cache) -> Smoothed:
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-  """Forecasts of the next step's scores of tiles of `unit` slots; `kind` is "holt" or "ema".
+  """Forecasts of the next step's scores of tiles of `unit` slots; `kind` as in `kvjax.PRR`.
 
   A tile has its first score once it is full; until it has been scored it is predicted to be chosen.
   """
@@ -64,16 +65,22 @@ class Predictor:
   kind: str
   unit: int
 
-  def scored(self, state: Smoothed, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
-    """Tiles that have had a score once token t has attended: the full ones before its own."""
-    tile = jnp.arange(state.level.shape[-1], dtype=jnp.int32)
-    return tile < (t // self.unit)[:, None, None]
+  @property
+  def smooths(self) -> bool:
+    """Whether it has a state."""
+    return self.kind != "last"
+
+  def scored(self, tiles: int, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:
+    """Of P `tiles`, those with a score once token t has attended: the full ones before its own."""
+    return jnp.arange(tiles, dtype=jnp.int32) < (t // self.unit)[:, None, None]
 
   def advanced(
     self, cache: Cache, scores: Float[Array, "B K P"]
-  ) -> tuple[Smoothed, Float[Array, "B K P"]]:
+  ) -> tuple[Smoothed | None, Float[Array, "B K P"]]:
     """The state after the newest token, whose scores these are, and ŝ of the next step."""
     t = cache.seen - 1
+    if not self.smooths:
+      return None, jnp.where(self.scored(scores.shape[-1], t), scores, jnp.inf)
     alpha, beta, gamma = (cache.rows["factors"][:, i, None, None] for i in range(3))
     new = self.updated(state_of(cache), scores, alpha, beta, t - 1, t)
     return new, self.forecast(new, gamma, t)
@@ -88,11 +95,12 @@ class Predictor:
     t: Int[Array, " B"],
   ) -> Smoothed:
     """The state after token t, given that after token `last` (−1: there was none)."""
-    begun, there = self.scored(state, last), self.scored(state, t)
+    begun, there = (self.scored(state.level.shape[-1], x) for x in (last, t))
     return state.updated(scores, alpha, beta, begun, there, self.kind)
 
   def forecast(
     self, state: Smoothed, gamma: Float[Array, "#B 1 1"], last: Int[Array, " B"]
   ) -> Float[Array, "B K P"]:
     """ŝ of the step after token `last`; ∞ for tiles that have no score yet."""
-    return jnp.where(self.scored(state, last), state.forecast(gamma), jnp.inf)
+    there = self.scored(state.level.shape[-1], last)
+    return jnp.where(there, state.forecast(gamma), jnp.inf)

@@ -81,9 +81,11 @@ def speculate(
   if (run := pallas(at, SPECULATE[type(scored)], q, k)) is None:
     return None
   operands = q.astype(k.dtype), k, v, guess.table, cache.used
-  summaries, state = (cache.heads[name] for name in scored.summaries), state_of(cache)
-  written, (both, level, trend, stops) = run(
-    *(*operands, *summaries, state.level, state.trend, cache.rows["factors"]),
+  summaries = (cache.heads[name] for name in scored.summaries)
+  state = state_of(cache) if predictor.smooths else None
+  held = () if state is None else (state.level, state.trend, cache.rows["factors"])
+  written, (both, stops, *after) = run(
+    *(*operands, *summaries, *held),
     unit=guess.unit,
     predictor=predictor.kind,
     apart=strict,
@@ -96,7 +98,7 @@ def speculate(
     merged = softmax_state.merge_all(_states(q, written))
     early = Attended(merged, None, None, guess.visited(cache.size))
     early = early.noting(Written(tuple(written), "pieces"))
-  return Beside(both, Smoothed(level, trend), stops, early)
+  return Beside(both, Smoothed(*after) if after else None, stops, early)
 
 
 def repair(

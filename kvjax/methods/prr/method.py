@@ -48,8 +48,7 @@ class PRR(Wrapper):
   the cost. A chunk with fewer than 8 that count leaves the factors as they were.
 
   The stages of the paper's ablation (A.8) are variants: "S1" speculates on the last step's
-  selection and attends to S anew where a tile is missed, "S2" repairs instead, "S3" predicts. The
-  last step's scores are the forecast of α = 1, β = γ = 0.
+  selection and attends to S anew where a tile is missed, "S2" repairs instead, "S3" predicts.
 
   >>> import kvjax
   >>> kvjax.PRR(kvjax.Quest(1024), budget=1.25).base.budget  # speculates on 1.25 times its pages
@@ -64,7 +63,8 @@ class PRR(Wrapper):
     budget: ρ, how many times k are speculated on, 1 or more; 0: never speculate; "auto": what was
       measured to gain 3 % or more on this device for such a cache (`pallas_kernels/tuned`), else
       0: the step is then the base's own.
-    predictor: "holt" or "ema".
+    predictor: "holt"; "ema", without the trend; or "last", the last step's scores as they are:
+      nothing is calibrated, and no state is kept.
     variant: "S1", "S2" or "S3".
     strict: leave out what was read in vain.
     alpha, beta, gamma: α, β, γ where they are not, or not yet, calibrated.
@@ -76,7 +76,7 @@ class PRR(Wrapper):
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
   base: Method = dataclasses.field(default_factory=Quest)
   budget: int | float | str = bound(fits, "0, or 1 or more, or 'auto'", "auto")
-  predictor: str = one_of(("holt", "ema"), "holt")
+  predictor: str = one_of(("holt", "ema", "last"), "holt")
   variant: str = one_of(("S1", "S2", "S3"), "S3")
   strict: bool = False
   alpha: float = between(0, 1, 0.5)
@@ -124,15 +124,15 @@ class PRR(Wrapper):
     count = -(-spec.capacity // self._selector.tiles.unit)
     wide, width = (self._selector._width(count, x) for x in (rho, 1.0))
     foreseen = (0, *[-1] * (wide - 1))  # the first token's tile
-    factors = (self.alpha, self.beta, self.gamma) if self.variant == "S3" else (1.0, 0.0, 0.0)
-    return {
-      **held,
-      "level": Leaf("heads", (count,)),
-      "trend": Leaf("heads", (count,)),
+    held |= {
       "foreseen": Leaf("heads", (wide,), jnp.int32, foreseen),
       "selected": Leaf("heads", (width,), jnp.int32, -1),
-      "factors": Leaf("rows", (3,), jnp.float32, factors),
     }
+    if not self._predictor.smooths:
+      return held
+    factors = self.alpha, self.beta, self.gamma
+    state = dict.fromkeys(("level", "trend"), Leaf("heads", (count,)))
+    return {**held, **state, "factors": Leaf("rows", (3,), jnp.float32, factors)}
 
   # ---- decode
 
@@ -235,14 +235,14 @@ class PRR(Wrapper):
 
   @property
   def _predictor(self) -> Predictor:
-    return Predictor(self.predictor, self._selector.tiles.unit)
+    kind = self.predictor if self.variant == "S3" else "last"
+    return Predictor(kind, self._selector.tiles.unit)
 
   @property
   def _calibration(self) -> Calibration:
-    searches = self.calibrate and self.variant == "S3"
-    return Calibration(self._predictor, self._selector, self.every, searches)
+    return Calibration(self._predictor, self._selector, self.every, self.calibrate)
 
-  def _foreseen(self, at: At, cache: Cache, state: Smoothed, ahead: Array) -> Foreseen:
+  def _foreseen(self, at: At, cache: Cache, state: Smoothed | None, ahead: Array) -> Foreseen:
     """The predictor's state and Ŝ of the next step, the best of its forecasts."""
     rho = self._ratio_of(cache)
     return Foreseen(state, speculation.foresee(at, cache, self._selector, ahead, rho))
@@ -253,17 +253,20 @@ class PRR(Wrapper):
     kept = self.base.keep(at, cache, turn, new)
     if "foreseen" not in kept.heads:
       return kept
-    history = min(self.history, turn.q.shape[3])
+    history = min(self.history if self._predictor.smooths else 1, turn.q.shape[3])
     count = -(-history // self.every) * self.every
     q, qpos, _ = attention.last_queries(turn, count)
     qpos = jnp.where(jnp.arange(count) < count - history, -1, qpos)
-    rho, last = self._ratio_of(kept), cache.seen - 1
-    state, factors = self._calibration.follow(at, kept, last, q, qpos, rho)
-    kept = kept.put(rows={"factors": factors})
     visible = sight.visible(at, kept)
     scores = self._selector._scores(at, kept, q[:, :, :, -1], visible)
     selected = self._selector._select(at, kept, scores, visible).table
     assert selected is not None
+    if not self._predictor.smooths:
+      foreseen = self._foreseen(at, kept, *self._predictor.advanced(kept, scores))
+      return speculation.noted(kept, foreseen, selected)
+    rho, last = self._ratio_of(kept), cache.seen - 1
+    state, factors = self._calibration.follow(at, kept, last, q, qpos, rho)
+    kept = kept.put(rows={"factors": factors})
     ahead = self._predictor.forecast(state, factors[:, 2, None, None], kept.seen - 1)
     return speculation.noted(kept, self._foreseen(at, kept, state, ahead), selected)
 

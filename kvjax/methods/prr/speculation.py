@@ -19,9 +19,9 @@ from kvjax.methods.prr.forecast import Smoothed
 
 
 class Foreseen(NamedTuple):
-  """Note of a step: the predictor's next state, and the next Ŝ, int32 [B, K, V]."""
+  """Note of a step: the predictor's next state, if it has one; the next Ŝ, int32 [B, K, V]."""
 
-  state: Smoothed
+  state: Smoothed | None
   table: Array
 
 
@@ -31,13 +31,13 @@ class Beside:
 
   Attributes:
     both: float32 [B, K, 2, P], scores and forecasts of all tiles.
-    state: the predictor's, after the scores.
+    state: the predictor's, after the scores, if it has one.
     stops: int32 [B, K, 2], the occupied slots that scores and forecasts are for, where known.
     early: that attention, where it has been made.
   """
 
   both: Array
-  state: Smoothed
+  state: Smoothed | None
   stops: Array | None = None
   early: Attended | None = None
 
@@ -74,5 +74,5 @@ def _one_longer(cache: Cache) -> Cache:
 
 def noted(cache: Cache, foreseen: Foreseen, selected: Int[Array, "B K W"]) -> Cache:
   """The cache with what the next step needs."""
-  new = {"level": foreseen.state.level, "trend": foreseen.state.trend}
-  return cache.put(heads={**new, "foreseen": foreseen.table, "selected": selected})
+  held, state = {"foreseen": foreseen.table, "selected": selected}, foreseen.state
+  return cache.put(heads=held if state is None else held | vars(state))

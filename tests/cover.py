@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 # Methods that differ from another one in their scores alone, or their window.
@@ -19,14 +20,14 @@ def covering(cases: list[tuple], most: int | None = None) -> list[int]:
 
   Greedy: the case that adds most, the first of equals. With `most`, no more than so many.
   """
-  parts = [{*enumerate(x), *(_pairs(x) if len(x) > 2 else ())} for x in cases]
+  parts = [[*enumerate(x), *(_pairs(x) if len(x) > 2 else ())] for x in cases]
   return sorted(_greedy(parts, most))
 
 
 def pairwise(*levels) -> list[tuple]:
   """Few combinations of levels that have between them every pair of two of these."""
   cases = list(itertools.product(*(range(len(level)) for level in levels)))
-  chosen = [cases[i] for i in _greedy([set(_pairs(case)) for case in cases])]
+  chosen = [cases[i] for i in _greedy([list(_pairs(case)) for case in cases])]
   return [tuple(level[i] for level, i in zip(levels, case, strict=True)) for case in chosen]
 
 
@@ -34,12 +35,14 @@ def _pairs(case: tuple):
   return itertools.combinations(enumerate(case), 2)
 
 
-def _greedy(parts: list[set], most: int | None = None) -> list[int]:
-  left, chosen = set().union(*parts), []
-  while left and len(chosen) != most:
-    best = max(range(len(parts)), key=lambda i: len(left & parts[i]))
+def _greedy(parts: list[list], most: int | None = None) -> list[int]:
+  numbers: dict = {}
+  table = np.array([[numbers.setdefault(x, len(numbers)) for x in part] for part in parts])
+  left, chosen = np.ones(len(numbers), bool), []
+  while left.any() and len(chosen) != most:
+    best = int(left[table].sum(1).argmax())
     chosen.append(best)
-    left -= parts[best]
+    left[table[best]] = False
   return chosen
 
 

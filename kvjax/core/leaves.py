@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 New = dict[str, Array]
+# Bytes of an array that is filled by NumPy, at most: on a device each new shape is a program.
+_SMALL = 1 << 20
+
+
+def traced() -> bool:
+  """True if what is laid out is laid out abstractly."""
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 class Layout(enum.Enum):
@@ -67,7 +77,10 @@ class Leaf:
     """Content of an empty cache: an array [*leading, *shape], or the tree that is made."""
     if self.made is not None:
       return self.made()
-    return jnp.full((*leading, *self.shape), jnp.asarray(self.fill), self.dtype)
+    shape = *leading, *self.shape
+    if math.prod(shape) * jnp.dtype(self.dtype).itemsize <= _SMALL and not traced():
+      return jax.device_put(np.full(shape, self.fill, self.dtype), may_alias=False)
+    return jnp.full(shape, jnp.asarray(self.fill), self.dtype)
 
   def of_new(self, new: New, like: Array) -> Array:
     """Values of new tokens, with the dtype and the trailing axes of `like`."""

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float, Int
 
-from kvjax.core import slots
+from kvjax.core import leaves, slots
 from kvjax.core.context import Env, OwnRows
 from kvjax.ops import table
 from kvjax.primitives import host_memory
@@ -46,7 +46,7 @@ def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dty
   each = max(1, min(blocks, SEGMENT_BYTES // of_block))
   sizes = [min(each, blocks - first) for first in range(0, blocks, each)]
   shapes = [(batch, kv_heads, n, block, head_dim) for n in sizes]
-  if 2 * blocks * of_block >= CHECKED_BYTES and not _traced():
+  if 2 * blocks * of_block >= CHECKED_BYTES and not leaves.traced():
     check_room(2 * blocks * of_block)
   return OwnRows({name: tuple(_zeros(shape, dtype) for shape in shapes) for name in ("k", "v")})
 
@@ -124,15 +124,10 @@ def _rows(tree: Any, rows: Int[Array, " R"]) -> Any:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-  if _traced() or not on_host():
+  if leaves.traced() or not on_host():
     return jnp.zeros(shape, dtype)
   with _explained(math.prod(shape) * jnp.dtype(dtype).itemsize):
     return _pinned(shape, jnp.dtype(dtype))().block_until_ready()
-
-
-def _traced() -> bool:
-  """True if what is laid out is laid out abstractly."""
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 @functools.cache

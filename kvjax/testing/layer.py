@@ -45,21 +45,6 @@ class Stream:
     return CacheSpec(batch, capacity, kv_heads, groups, head_dim, layers, dtype)
 
 
-def _empty(method: Method, spec: CacheSpec, layer: int) -> Cache:
-  """A method's empty cache, filled by NumPy: on a device each new shape is a program."""
-  made = jax.eval_shape(lambda: Cache.empty(method, spec, layer))
-  leaves = method.leaves(spec, layer)
-
-  def filled(name: str, like: Any) -> Any:
-    leaf = leaves[name]
-    return leaf.made() if leaf.made else jax.device_put(np.full(like.shape, leaf.fill, like.dtype))
-
-  shelves = {shelf: getattr(made, shelf) for shelf in ("slots", "heads", "rows")}
-  return made.put(
-    **{n: {x: filled(x, y) for x, y in shelf.items()} for n, shelf in shelves.items()}
-  )
-
-
 @functools.cache
 def driver(at: At, move: str) -> Any:
   """`at.top.decode_step` or `prefill`, jitted: one program for all layers that are alike.
@@ -88,7 +73,7 @@ class Layer:
     env = env or Env(4, Rope(), impl="reference", tile=4)
     self.spec = stream.spec(capacity, env.layers)
     self.at = method.at(env, layer)
-    self.cache = _empty(method, self.spec, layer)
+    self.cache = Cache.empty(method, self.spec, layer)
     self.wo = None
     if method.traits.weighs_outputs:  # an output projection of its own
       shape = *stream.q.shape[1:3], stream.q.shape[-1], 24

@@ -54,12 +54,16 @@ def _has_shapes(hint: Any) -> bool:
   return "jaxtyping" in type(hint).__module__ or any(map(_has_shapes, parts))
 
 
-def _of_shapes(function: Callable) -> bool:
-  """Whether jaxtyping has to check it; it also lets pass what names a type of nobody's import."""
+def _checked(function: Callable, typechecker: Any) -> Callable:
+  """jaxtyping also lets pass what names a type of nobody's import."""
   try:
-    return any(map(_has_shapes, typing.get_type_hints(function, include_extras=True).values()))
+    hints = typing.get_type_hints(function, include_extras=True).values()
   except NameError:
-    return True
+    return _shapes_checked(function, typechecker=typechecker)
+  checked = typechecker(function)
+  if any(map(_has_shapes, hints)):  # by itself jaxtyping would check arguments twice
+    return _shapes_checked(checked, typechecker=None)
+  return checked
 
 
 def _annotated(made: Any = None, *, typechecker: Any) -> Any:
@@ -76,10 +80,6 @@ def _annotated(made: Any = None, *, typechecker: Any) -> Any:
   return _checked_when_called(made, typechecker) if made.__annotations__ else made
 
 
-def _plainly_checked(function: Callable, typechecker: Any) -> Callable:
-  return typechecker(function)
-
-
 def _checked_when_called(function: Callable, typechecker: Any) -> Callable:
   checked = None
 
@@ -89,8 +89,7 @@ def _checked_when_called(function: Callable, typechecker: Any) -> Callable:
     if jaxtyping.config.jaxtyping_disable:
       return function(*args, **kwargs)
     if checked is None:
-      check = _shapes_checked if _of_shapes(function) else _plainly_checked
-      checked = check(function, typechecker=typechecker)
+      checked = _checked(function, typechecker)
     return checked(*args, **kwargs)
 
   return call

@@ -71,28 +71,22 @@ def test_a_note_is_found_under_those_of_others():
   assert made.noted(Walked) is None
 
 
-@pytest.mark.parametrize(
-  "call",
-  [
-    lambda: Rope().rotate(jnp.ones((2, 3, 16)), jnp.ones(5, int)),  # a method of a dataclass
-    lambda: At(0, "reference", Full()),  # its fields
-    lambda: vectors.ratios(jnp.ones((4, 4)), jnp.ones(1), jnp.ones(1, int), "row"),  # a function
-  ],
-)
-def test_annotations_are_checked(call):
-  """As conftest.py has it; the library by itself checks nothing."""
+def test_annotations_are_checked():
+  """Of fields; as conftest.py has it: the library by itself checks nothing."""
   with pytest.raises(jaxtyping.TypeCheckError):
-    call()
+    At(0, "reference", Full())
 
 
 @pytest.mark.parametrize(
   "call",
   [
-    lambda: memory.readable("many"),  # a function
+    lambda: Rope().rotate(jnp.ones((2, 3, 16)), jnp.ones(5, int)),  # of shapes: a method
+    lambda: vectors.ratios(jnp.ones((4, 4)), jnp.ones(1), jnp.ones(1, int), "row"),  # a function
+    lambda: memory.readable("many"),  # of none: a function
     lambda: Full().at("reference", 0),  # a method
     lambda: Rope.none().turned("many"),  # of what a class method makes
   ],
 )
-def test_annotations_without_shapes_are_checked(call):
+def test_annotations_of_functions_are_checked(call):
   with pytest.raises(BeartypeCallHintParamViolation):
     call()

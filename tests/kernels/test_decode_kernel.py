@@ -102,7 +102,7 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
   same_bits(made, run(start, stop, q_sinks=own))
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("programs", [1, 2, 7, 23, 100])
 @pytest.mark.parametrize(("heads", "rows"), [(3, 1), (6, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -134,6 +134,7 @@ def test_heads_that_share_slots(heads, rows, programs, dtype):
     decode_attention(*case.arrays, *(jnp.asarray(x[:, :1]) for x in (start, stop)))
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 def test_values_of_codes_of_any_size(size):
   """Weights are float16, which has few numbers; the sizes that values come in are many."""

@@ -163,8 +163,8 @@ def test_a_move_of_ones_own_has_logits(move, monkeypatch):
 
   monkeypatch.setattr(LongFlow, "plan_and_attend", spy)
   monkeypatch.setattr(read, "takes", lambda *_, **__: True)
-  q, k = jnp.ones((2, 3, 3, 64)), jnp.ones((2, 3, 64))
-  method.decode_step(at, cache, q, k, k, jnp.ones(2, bool), Carry())
+  q, k, live = np.ones((2, 3, 3, 64)), np.ones((2, 3, 64)), np.ones(2, bool)
+  jax.eval_shape(functools.partial(method.decode_step, at), cache, q, k, k, live, Carry())
   assert (seen[0][1].logits is not None) == bool(move)
 
 

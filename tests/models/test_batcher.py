@@ -112,7 +112,7 @@ def check_each(asked, answers, numbers, together):
       assert got.end == want.end
 
 
-@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("together", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_lost_or_mixed(together):
   asked, answers = run(40, 0, together)
   assert sorted(asked) == sorted(answers)

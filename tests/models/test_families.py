@@ -271,7 +271,7 @@ def gguf_entries(config):
   return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("name", "without"),
   [

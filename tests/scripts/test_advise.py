@@ -1,6 +1,7 @@
 """Which methods fit, what a token costs and how good it is: against kept measurements and rows."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -25,7 +26,7 @@ from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import advise, bench_files, step_time
-from kvjax.programs.evals import store
+from kvjax.programs.evals import advice, store
 from kvjax.programs.evals.advice import Advice, Case, considered, recommended
 from kvjax.programs.evals.nearest import Kept, Rows
 from tests.eval_rows import row, write
@@ -33,6 +34,15 @@ from tests.eval_rows import row, write
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
 LLAMA = PRESETS["Llama-3.1-8B"]
 H200 = devices.device("NVIDIA H200")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def laid_out_once():
+  """Nothing is laid out again at the same sizes, as it is in one run of the program."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(kvjax, "plan_memory", functools.cache(kvjax.plan_memory))
+    patch.setattr(advice, "step_bytes", functools.cache(advice.step_bytes))
+    yield
 
 
 class Cell(NamedTuple):

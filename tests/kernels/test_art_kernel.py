@@ -49,10 +49,10 @@ def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
   stored = [np.where(read[..., None], x, np.nan) for x in (k, v)]
   if bits is not None:
     stored, per_slot, numbers = coded(k, v, bits, read)
-    given, arrays = {"per_slot": per_slot}, [np.asarray(rounded_query(jnp.asarray(q))), *numbers]
+    given, arrays = {"per_slot": per_slot}, [np.asarray(jax.jit(rounded_query)(q)), *numbers]
   run = functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, share=share)
   run = jax.jit(functools.partial(run, chunk=3, cut=cut, bits=bits or 8, **detector))
-  operands = [*map(jnp.asarray, (q, *stored, *where))]
+  operands = q, *stored, *where
   out, again = (run(*operands, **given) for _ in range(2))
   same_bits(out, again)
   stopped = compare(lambda *_: out, arrays, orders, tile, splits, detector)

@@ -108,8 +108,8 @@ def test_rotated_keys_under_no_rope():
   ("window", "sinks", "cap"),
   [
     pytest.param(None, False, None, marks=pytest.mark.slow),  # the drivers' own, above
-    pytest.param(6, False, None, marks=pytest.mark.slow),  # the rest of these: all at once, below
-    (None, True, None),
+    pytest.param(6, False, None, marks=pytest.mark.slow),  # the rest: all at once, below
+    pytest.param(None, True, None, marks=pytest.mark.slow),
     pytest.param(6, True, None, marks=pytest.mark.slow),
     (6, True, 1.5),
   ],

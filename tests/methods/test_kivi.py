@@ -68,6 +68,7 @@ def test_codes_are_half_a_step_away_at_most(bits):
   np.testing.assert_allclose(numbers(exact, bits), exact, atol=CLOSE)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("size", [3e4, 1e5, 1e20, 3e38])
 @pytest.mark.parametrize("bits", [4, 2])
 def test_any_finite_number_has_a_code(bits, size):
@@ -80,9 +81,9 @@ def test_any_finite_number_has_a_code(bits, size):
   x[1] = size
   x = np.float32(x)
   v = x[None, None]
-  leaves = method._codes_of_values(jnp.asarray(v))
+  leaves = jax.jit(method._codes_of_values)(v)
   cache = Cache({"k": leaves["v"], **leaves}, {}, {})
-  found = np.asarray(method._values(cache), np.float64)[0, 0]
+  found = np.asarray(jax.jit(method._values)(cache), np.float64)[0, 0]
   step = np.ptp(np.float64(x), axis=-1, keepdims=True) / (2**bits - 1)
   moved = np.abs(np.float64(x)).max(-1, keepdims=True) * 2.0**-10
   assert (np.abs(found - x) <= step / 2 + moved).all()

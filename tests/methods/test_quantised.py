@@ -267,6 +267,7 @@ def test_what_is_measured_beneath_codes_is_of_their_numbers():
       np.testing.assert_allclose(aux["dropped"][b, h, g], want, atol=CLOSE)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_large_channels_that_all_keys_share_take_no_levels(bits):
   """One channel of all keys is near 300, as in Qwen2.5's first layer: errors stay as they were.

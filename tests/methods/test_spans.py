@@ -77,10 +77,15 @@ AT = kvjax.Full().at(kvjax.Env(1), 0)
 
 def divided(maps, quantile, length=None):
   """Spans of maps [B, heads, U, U], one block a row."""
-  maps, quantile = jnp.asarray(maps)[:, None, :, None], jnp.full(len(maps), quantile)
+  maps, quantile = maps[:, None, :, None], np.full(len(maps), quantile, np.float32)
   length = None if length is None else length[:, None]
-  every, theta = plain.summed(AT, maps, quantile, length)
-  found = spans.divide(every, theta, 0.1, 4, length)
+
+  @jax.jit
+  def run(maps, quantile, length):
+    every, theta = plain.summed(AT, maps, quantile, length)
+    return plain.divide(every, theta, 0.1, 4, length)
+
+  found = jax.device_get(run(maps, quantile, length))
   return [list(zip(*(x[i, 0].tolist() for x in found), strict=True)) for i in range(len(maps))]
 
 
@@ -96,7 +101,7 @@ def test_whole_division_against_loops():
 def test_a_block_that_is_not_full():
   """Rows and columns after the end count for nothing, whatever they hold."""
   maps = random_maps(4, 24, 16).reshape(12, 2, 16, 16)
-  length = jnp.asarray([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16])
+  length = np.array([0, 1, 2, 3, 5, 7, 8, 9, 11, 13, 15, 16], np.int32)
   for spans_, heads, n in zip(divided(maps, 0.8, length), maps, length.tolist(), strict=True):
     assert spans_ == (slow_divide(heads[:, :n, :n], 0.8, 0.1, 4) if n else [(0, 0)] * 4)
 

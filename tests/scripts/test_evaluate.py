@@ -803,7 +803,10 @@ kvjax.settings.register(Mine, example=lambda cls, budget: cls(budget=budget))
 """
 
 
-@pytest.mark.parametrize("edited", ["own_method", "own_helper", "base"])
+@pytest.mark.parametrize(
+  "edited",
+  ["own_helper", *(pytest.param(x, marks=pytest.mark.slow) for x in ("own_method", "base"))],
+)
 def test_an_edited_own_method_is_refused(loaded, tmp_path, monkeypatch, edited):
   """Its file, one that it imports, and as what another method is over; an unrelated one is free."""
   monkeypatch.syspath_prepend(tmp_path)

@@ -8,6 +8,8 @@ at is kept. The repetition's own keys are thrown away.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -391,18 +393,24 @@ def cut(
   Raises:
     TypeError: `method` is neither a KVzip nor an AdaKV or a Quantised over one.
   """
+  _kvzip(method)
   origin, given, made = Origin.of(method, spec), iter(scores), []
-  layer = 0
+  layers = itertools.count()
+  alike: dict[Any, int] = {}  # the first layer with such arrays: they share a program
   for cache, window in zip(caches, sliding.windows_of(caches), strict=True):
     if window is None:
-      cache = _cut_layer(method.at(env, layer), cache, next(given), spec)
-      layer += 1
+      layer = next(layers)
+      empty = jax.eval_shape(functools.partial(Cache.empty, method, spec, layer))
+      shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(empty))
+      first = alike.setdefault((jax.tree.structure(empty), shapes), layer)
+      cache = _cut_layer(method.at(env, first), cache, next(given), spec)
     else:
       cache = jax.tree.map(jnp.array, cache)
     made.append(dataclasses.replace(cache, origin=origin))
   return tuple(made)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
 def _cut_layer(at: At, cache: Cache, score: Float[Array, "B K T"], spec: CacheSpec) -> Cache:
   """One layer of `cut`."""
   method = at.top

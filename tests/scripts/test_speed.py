@@ -93,9 +93,9 @@ def test_a_warm_cache_compiles_nothing(tmp_path, capsys, monkeypatch):
   (path,) = tmp_path.glob("*/cold.json")
   empty, warm = json.loads(path.read_text())["rows"]
   assert (empty["cache"], warm["cache"]) == ("empty", "warm")
-  assert empty["programs"] == warm["programs"] <= 6
+  assert empty["programs"] == warm["programs"] <= 8  # of the prompt and of a step
   assert (empty["found"], warm["found"]) == (0, warm["programs"])
-  assert empty["again"] < empty["first_token"]
+  assert empty["again"] < empty["first_token"] < empty["generated"]
   assert "first token" in capsys.readouterr().out
 
 

@@ -17,8 +17,8 @@ THREAD = "kvjax: compiles ahead"  # the threads' name
 WAITED = "/kvjax/waited_for_compile_ahead"  # event of `jax.monitoring`: seconds that a call did
 
 
-class _Begun(dict[Any, threading.Thread]):
-  """Threads by what they compile, until `flat.drop` drops programs."""
+class _Begun(set[Any]):
+  """What has been begun, until `flat.drop` drops programs."""
 
   def _cache_size(self) -> int:
     return 0  # programs are counted where they are called
@@ -28,6 +28,7 @@ class _Begun(dict[Any, threading.Thread]):
 
 
 _begun = flat.own(_Begun())
+_under_way: list[threading.Thread] = []
 
 
 def begin(program: Any, static: Sequence[Any], weights: list[Array], given: Any) -> None:
@@ -45,9 +46,10 @@ def begin(program: Any, static: Sequence[Any], weights: list[Array], given: Any)
   leaves, tree = jax.tree.flatten(shapes)
   key = program, *static, tree, *leaves
   if key not in _begun:
-    told = program, *static, *shapes
-    _begun[key] = threading.Thread(target=_compile, args=told, name=THREAD)
-    _begun[key].start()
+    _begun.add(key)
+    thread = threading.Thread(target=_compile, args=(program, *static, *shapes), name=THREAD)
+    thread.start()
+    _under_way.append(thread)
 
 
 def _shapes(arrays: Any, where: Any) -> Any:
@@ -65,8 +67,10 @@ def _compile(program: Any, *given: Any) -> None:
 
 def wait() -> None:
   """Waits for all that was begun."""
-  if under_way := [thread for thread in _begun.values() if thread.is_alive()]:
+  if _under_way:
     began = time.perf_counter()
-    for thread in under_way:
+    for thread in _under_way.copy():
       thread.join()
+      with contextlib.suppress(ValueError):  # another caller waited, too
+        _under_way.remove(thread)
     jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - began)

@@ -394,9 +394,8 @@ def test_a_table_cuts_what_is_too_long(capsys):
   assert capsys.readouterr().out == "toolo…  12.5\n"
 
 
-# Benches of developers that compile for a minute; those that users have are slow tests.
-LONG = ("art", "art_e2e", "cpe", "cuts", "e2e_sparse", "longflow", "offload", "per_head", "prefill")
-LONG += ("prr", "quantised", "select")
+# Those of developers that compile for half a minute and more.
+LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "prr", "quantised")
 
 
 @pytest.mark.slow

@@ -21,12 +21,15 @@ class Stream:
     persists: whether decoding uses the blocks that the last piece retrieved.
     alike: the first layer in which the method does exactly the same as in this one: they share a
       program; None: not known.
+    begins: the carry of the first layer, of its cache, where layers add to what those below hand
+      on: nothing in that form, so that the first layer is compiled as the others are; None: empty.
   """
 
   chunk: int
   last: int = 0
   persists: bool = False
   alike: Callable[[int], int] | None = None
+  begins: Callable[[Any], Any] | None = None
 
   def pieces(self, length: int) -> list[int]:
     """Numbers of tokens of the pieces in which a turn of `length` tokens is read."""

@@ -118,14 +118,6 @@ class Method:
     origin, made = Origin.of(self, spec), self._caches_of_layers(self, spec)
     return tuple(dataclasses.replace(cache, origin=origin) for cache in made)
 
-  def begins_with(self, cache: Any) -> Carry:
-    """The carry of the first layer, of this cache: nothing.
-
-    A method whose layers add to what those below hand on gives a carry of nothing in that form:
-    the first layer is then compiled as the others are.
-    """
-    return Carry()
-
   # ---- moves: what a query may see
 
   def window(self, at: At, qpos: Int[Array, "B T"]) -> Window | None:

@@ -197,8 +197,10 @@ def bound_programs() -> None:
 
 def _carry(method: Method, caches: Caches) -> Carry:
   """What the first layer is handed; those with a window of the model's own hand it on."""
-  served = sliding.served(caches)
-  return method.begins_with(served[0]) if served else Carry()
+  served, stream = sliding.served(caches), method.traits.stream
+  if stream is None or stream.begins is None or not served:
+    return Carry()
+  return stream.begins(served[0])
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:

@@ -117,7 +117,8 @@ class Ltri(Streamed, moves=("divide",)):
 
   @property
   def traits(self) -> Traits:
-    return super().traits.but(stream=Stream(self.chunk, self.last, self.persistent, self._alike))
+    how = self.chunk, self.last, self.persistent, self._alike, self._no_votes
+    return super().traits.but(stream=Stream(*how))
 
   def _head(self, layer: int) -> tuple[int, float] | None:
     """The retrieval head of a layer and its score; None: the layer has none."""
@@ -277,8 +278,8 @@ class Ltri(Streamed, moves=("divide",)):
 
   # ---- queries
 
-  def begins_with(self, cache: Any) -> Carry:
-    """No votes, as numbers; where a layer fetches what it foresees by them, none at all."""
+  def _no_votes(self, cache: Any) -> Carry:
+    """Votes of 0 for every block; where a layer fetches what it foresees by them, none at all."""
     if not self.voting or self.prefetch:
       return Carry()
     sizes = cache.rows["gone"].shape[0], offload.blocks_of(cache.heads["store"])

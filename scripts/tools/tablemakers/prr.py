@@ -1,7 +1,5 @@
 """PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
 
-import functools
-
 from scripts.tools.tablemakers import cells, real
 from scripts.tools.tablemakers.cells import faster, figure, median, own, say
 from scripts.tools.tablemakers.records import Part
@@ -83,24 +81,27 @@ def real_steps(results: Results) -> Part:
 
 # ---- foresight
 
-HITS = f"{GPU}/prr_hits.json"
+HITS = {"": f"{GPU}/prr_hits.json", "smollm2": "cpu/prr_hits.json"}  # by model
 BASES = {
-  "Quest, 63 of 504 pages of 16": "Quest, 63 + 1 of pages of 16",
-  "InfLLM-v2, 16 of 252 blocks of 32": "InfLLM-v2, 16 + 1 + 4 of blocks of 32",
-}
-SMOLLM2 = {
-  "Quest, 24 of 240 pages of 8": "Quest, 24 + 1 of pages of 8",
-  "InfLLM-v2, 16 of 120 blocks of 16": "InfLLM-v2, 16 + 1 + 4 of blocks of 16",
+  "": {
+    "Quest, 63 of 504 pages of 16": "Quest, 63 + 1 of pages of 16",
+    "InfLLM-v2, 16 of 252 blocks of 32": "InfLLM-v2, 16 + 1 + 4 of blocks of 32",
+  },
+  "smollm2": {
+    "Quest, 24 of 240 pages of 8": "Quest, 24 + 1 of pages of 8",
+    "InfLLM-v2, 16 of 120 blocks of 16": "InfLLM-v2, 16 + 1 + 4 of blocks of 16",
+  },
 }
 FORECASTS = ("last step's", "ema, ρ = 1", "holt, ρ = 1")
 FORECASTS += tuple(f"{kind}, ρ = {ratio}" for ratio in (1.25, 1.5) for kind in ("last", "holt"))
 
 
-def foresight(results: Results, file: str = HITS, names: dict[str, str] = BASES) -> Part:
+def foresight(results: Results, model: str = "") -> Part:
   """Share of the tiles chosen by score that were foreseen; weighted by the score in brackets.
 
   On the texts that α, β, γ were searched on, a step later.
   """
+  file, names = HITS[model], BASES[model]
   texts = results.json(file)["texts"].partition("(")[0].split(",")
   study = results.study(file, len(texts))["bases"]
   bases = [study[name] for name in names.values()]
@@ -110,6 +111,3 @@ def foresight(results: Results, file: str = HITS, names: dict[str, str] = BASES)
     found = (map(base[name].get, ("hit_rate", "weighted_hit_rate")) for base in bases)
     rows.append([name, *(say("{:.0%} ({:.0%})", *pair) for pair in found)])
   return cells.table(("", *names), rows)
-
-
-foresight_smollm2 = functools.partial(foresight, file="cpu/prr_hits.json", names=SMOLLM2)

@@ -395,7 +395,7 @@ def test_a_table_cuts_what_is_too_long(capsys):
 
 
 # Those of developers that compile for half a minute and more.
-LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "prr", "quantised")
+LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "offload", "prr", "quantised")
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ def test_without_an_end_it_is_decode(bits):
   """bfloat16 queries, and a tile in parts: looking at the output leaves it alone."""
   q, k, v = inputs(3, 2, 3, 3, 300, 64)
   words, per_slot, numbers = coded(k, v, bits, np.ones(k.shape[:3], bool))
+  words, per_slot = ([jnp.asarray(x) for x in each] for each in (words, per_slot))
   q, bounds = (
     jnp.asarray(q, jnp.bfloat16),
     (jnp.zeros((2, 1), jnp.int32), jnp.asarray([[290], [77]])),

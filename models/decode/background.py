@@ -18,7 +18,7 @@ WAITED = "/kvjax/waited_for_compile_ahead"  # event of `jax.monitoring`: seconds
 
 
 class _Begun(set[Any]):
-  """What has been begun, until `flat.drop` drops programs."""
+  """Programs that have been begun, until `flat.drop` drops programs."""
 
   def _cache_size(self) -> int:
     return 0  # programs are counted where they are called

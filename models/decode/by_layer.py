@@ -196,7 +196,7 @@ def bound_programs() -> None:
 
 
 def _carry(method: Method, caches: Caches) -> Carry:
-  """What the first layer is handed; those with a window of the model's own hand it on."""
+  """Carry of the first layer; those with a window of the model's own hand it on."""
   served, stream = sliding.served(caches), method.traits.stream
   if stream is None or stream.begins is None or not served:
     return Carry()

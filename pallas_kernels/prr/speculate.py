@@ -15,7 +15,7 @@ take 5.7 µs of 32K tokens side by side and 10.8 one after the other, 13.9 and 1
 where the bytes take as long, 40.8 and 42.1 (`bench prr`).
 
 Bytes: keys and values of the predicted tiles, minimum and maximum of all pages, 8 + 16 bytes of
-predictor per page, once.
+predictor per page, once (8 without a state).
 
 Grid: parts of the predicted lists, then rows by tiles of pages.
 """

@@ -67,7 +67,7 @@ class Predictor:
 
   @property
   def smooths(self) -> bool:
-    """Whether it has a state."""
+    """True if it has a state."""
     return self.kind != "last"
 
   def scored(self, tiles: int, t: Int[Array, " B"]) -> Bool[Array, "B 1 P"]:

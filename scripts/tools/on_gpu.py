@@ -70,8 +70,9 @@ KERNEL_TESTS = " ".join(
   sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
   + [
     f"tests/kernels/test_{name}.py"
-    for name in ("art_known", "art_spread", "prefill_pieces", "offload", "speculation")
+    for name in ("art_codes", "art_known", "art_spread", "prefill_pieces", "offload", "speculation")
   ]
+  + ["tests/methods/test_art_known.py"]
 )
 
 DEVICE_TESTS = "tests/devices/test_sharding.py"
@@ -314,6 +315,7 @@ STEPS = {
   "ltri_equal": Step(
     f"pytest tests/kernels/test_offload.py tests/methods/test_ltri.py {PYTEST}", 200
   ),
+  "gate": bench("gate", limit=300, few=False),
   "generate": bench("generate", limit=300),
   **{f"generate_{k}K": bench("generate", f"T{k << 10}") for k in (4, 32)},
   "cold": Step("kvjax.programs.cold --out {out}", 590),

@@ -1,10 +1,10 @@
 """ART's walk where its length is known, about: all of it is read at once, and judged by its end.
 
-A row has the first L tiles of its order, newest first, cut into pieces that fill the device as
-those of dense decode do (`split_k`). Pieces with one of the last tiles leave their state after
-each of these, at the columns that the detector looks at. A third launch, after the join, has a
-program for each row, which looks at these tiles as Algorithm 1 does; only where it has not stopped
-by then, the program walks on by itself.
+A row has the first L tiles of its order, newest first or as a table lists them, cut into pieces
+that fill the device as those of dense decode do (`split_k`). Pieces with one of the last tiles
+leave their state after each of these, at the columns that the detector looks at. A third launch,
+after the join, has a program for each row, which looks at these tiles as Algorithm 1 does; only
+where it has not stopped by then, the program walks on by itself.
 
 Bytes: keys and values of the tiles read; of each of the last ones the probe, 4·G·32.
 """
@@ -23,7 +23,7 @@ from kvjax.kernels.art.stopping import NEVER, PROBES, Detector, Stop
 from kvjax.kernels.art.walk import choose_cut
 from kvjax.kernels.common import backend, devices, split_k, tiling
 from kvjax.kernels.common.config import Config
-from kvjax.kernels.common.operands import check
+from kvjax.kernels.common.operands import check, check_table
 from kvjax.kernels.decode import stored
 from kvjax.primitives.softmax_state import State
 
@@ -58,10 +58,13 @@ def length_of(
 ) -> Length:
   """The length of a row, or of several [N]."""
   rows, slots = sources.held.k.shape[:2]
-  at = row // (rows // sources.start.shape[0])
-  bounds = (backend.load(x, at, mask=mask, other=0) for x in (sources.start, sources.stop))
-  start, stop = bounds
-  tiles = ordering.newest_first(start, jnp.minimum(stop, slots), sizes).tiles
+  if sources.table is None:
+    at = row // (rows // sources.start.shape[0])
+    bounds = (backend.load(x, at, mask=mask, other=0) for x in (sources.start, sources.stop))
+    start, stop = bounds
+    tiles = ordering.newest_first(start, jnp.minimum(stop, slots), sizes).tiles
+  else:
+    tiles = ordering.tiles_listed(sources.table, row, sizes, mask)
   wanted = backend.load(length, row, mask=mask, other=0)
   known = jnp.where(wanted > 0, jnp.minimum(wanted, tiles), tiles)
   return Length(tiles, known, known - tail - 1)
@@ -321,6 +324,9 @@ def read(
   stop: Int[Array, "B #K"],
   length: Int[Array, "B K"],
   *,
+  table: Int[Array, "B K W"] | None = None,
+  count: Int[Array, "B K"] | None = None,
+  unit: int = 1,
   tail: int,
   tile: int = 128,
   tau: float | int = 1e-5,
@@ -335,13 +341,13 @@ def read(
   cut: Config | None = None,
   interpret: bool | None = None,
 ) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"], Int[Array, "B K"]]:
-  """Attention over the first `length` tiles of the order newest first, and on to a stop.
+  """Attention over the first `length` tiles of an order, and on to a stop.
 
   The reference is `kvjax.methods.art.known.read`; query heads stop together.
 
   Args:
-    q, k, v, start, stop, tile, tau, phi, patience, relative, full, kept, sinks, scale, soft_cap,
-      cut, interpret: as in `art.walk`.
+    q, k, v, start, stop, table, count, unit, tile, tau, phi, patience, relative, full, kept, sinks,
+      scale, soft_cap, cut, interpret: as in `art.walk`.
     length: int32, tiles to read at once; 0: all.
     tail: the last tiles of these, up to 62, at which the detector looks; any where the patience is
       infinite.
@@ -354,6 +360,8 @@ def read(
     TypeError, ValueError, NotImplementedError: as `art.walk`, or the detector looks at more tiles.
   """
   check(q, k, v, start, stop, sinks)
+  if table is not None:
+    check_table(table, count, unit, q.shape[:2])
   batch, heads, groups, head_dim = q.shape
   rows = batch * heads
   tail = 0 if patience >= NEVER else tail
@@ -361,15 +369,21 @@ def read(
     raise NotImplementedError(f"tail: found {tail}, expected up to {MAX_TAIL}")
   interpreted = backend.interpreted(interpret)
   if cut is None:
-    cut = choose_cut(tile, head_dim, q.dtype.itemsize, groups=groups, interpret=interpreted)
+    choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)
+    cut = choose(interpret=interpreted)
+    if table is not None and not ordering.is_run(unit, tile, cut.tile):
+      cut = choose(interpret=interpreted, listed=True)
+  listed = None
+  if table is not None and count is not None:
+    listed = ordering.Table(table.reshape(rows, -1), count.reshape(rows))
   sources = reading.Sources(
-    stored.Sources.of(q, k, v), None, None, start.reshape(-1), stop.reshape(-1)
+    stored.Sources.of(q, k, v), None, listed, start.reshape(-1), stop.reshape(-1)
   )
   lengths = length.reshape(rows)
   rule = Detector(tau, phi, int(min(patience, NEVER)), full, relative)
   until = Stop(rule, False, kept)
   how: dict[str, Any] = {
-    "sizes": ordering.Sizes(1, tile, cut.tile, max(kept, -(-sinks // tile))),
+    "sizes": ordering.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
     "sinks": sinks,
     "scale": tiling.Scale.of(head_dim, scale, soft_cap),
     "tail": tail,

@@ -54,10 +54,21 @@ def is_run(unit: int, tile: int, part: int) -> bool:
   return unit % part == 0 and tile % part == 0
 
 
+def keys_listed(table: Table, row: Array, sizes: Sizes, mask: Any = None) -> Array:
+  """Slots that the entries of a row, or of several [N], hold."""
+  total = table.total[row] if mask is None else backend.load(table.total, row, mask=mask, other=0)
+  return jnp.minimum(total, table.entries.shape[1]) * sizes.unit
+
+
+def tiles_listed(table: Table, row: Array, sizes: Sizes, mask: Any = None) -> Array:
+  """Tiles of these."""
+  return pl.cdiv(keys_listed(table, row, sizes, mask), sizes.tile)
+
+
 def listed(table: Table, row: Array, sizes: Sizes) -> Order:
   """As a table says, whose entries hold `unit` slots each; negative ones are holes."""
   unit, tile, part, _ = sizes
-  keys = jnp.minimum(table.total[row], table.entries.shape[1]) * unit
+  keys = keys_listed(table, row, sizes)
 
   def slots_of_run(t: Any, j: Any) -> tuple[Array, Array]:
     key = t * tile + j * part

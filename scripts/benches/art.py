@@ -302,10 +302,19 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
   nearer = [(q, k, v, first, stop) for q, k, v, _, stop in arrays]
   limit = 9.0 if share < 1 else 0.0
   run = functools.partial(known.read, tail=TAIL, tile=tile, tau=limit, phi=limit, patience=5)
+  listed = jnp.asarray(shuffled(length, tiles)), jnp.full(rows, tiles, jnp.int32)
   read = int((shape.slots - np.asarray(first)).sum())
   each = 2 * shape.head_dim * jnp.dtype(shape.dtype).itemsize
   contenders = [
     jax_contender("ART, known", run, inputs, output=_out, steps=_read, calls=calls),
+    jax_contender(
+      "ART, known, listed",
+      lambda table, count, *x: run(*x, table=table, count=count, unit=tile),
+      [(*listed, *x) for x in inputs],
+      output=_out,
+      steps=_read,
+      calls=calls,
+    ),
     jax_contender("dense decode", decode_attention, arrays, calls=calls),
     dataclasses.replace(read_contender(arrays, shape, calls), name=WHOLE),
   ]
@@ -329,6 +338,15 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
     paired={"over decode, %": "dense decode"} if share == 1 else {},
     steps=lambda: np.asarray(length),
   )
+
+
+def shuffled(length: np.ndarray, tiles: int) -> np.ndarray:
+  """Tiles newest first [B, K, tiles], the first `length` of each row in an order of its own."""
+  rng, newest = np.random.default_rng(0), np.arange(tiles, dtype=np.int32)[::-1]
+  table = np.broadcast_to(newest, (*length.shape, tiles)).copy()
+  for b, k in np.ndindex(*length.shape):
+    table[b, k, : length[b, k]] = rng.permutation(table[b, k, : length[b, k]])
+  return table
 
 
 def _read(result: Any) -> jax.Array:

@@ -19,7 +19,32 @@ WHERE = {
   "a long tail, in many pieces": (3, 1, 48, {"patience": 5, "margin": 6, "tau": 0.4}),
   "a tile in parts, first tiles first": (1, 3, 96, {"patience": 2, "margin": 1, "sinks": 20}),
   "the whole output, relative": (2, 2, 24, {"margin": 2, "probe": "full", "relative": True}),
+  "tiles listed by heads": (2, 3, 64, {"patience": 3, "margin": 3, "tau": 0.4}),
+  "entries of a fourth of a tile": (3, 2, 48, {"patience": 2, "margin": 2}),
 }
+
+
+def drawn_tables(name, tile, shape, used):
+  """Entries in an order of each head's own, how many count, and their slots; None: no table."""
+  if not name.startswith(("tiles", "entries")):
+    return None
+  unit = tile if name.startswith("tiles") else tile // 4
+  rng, most = np.random.default_rng(1), -(-max(used) // unit)
+  table = np.full((*shape, most), -1, np.int32)
+  count = np.array([[-(-n // unit) - h for h in range(shape[1])] for n in used], np.int32)
+  for b, h in np.ndindex(*shape):
+    table[b, h, : count[b, h]] = rng.permutation(-(-used[b] // unit))[: count[b, h]]
+  return jnp.asarray(table), jnp.asarray(count), unit
+
+
+def tiles_listed(table, count, unit, b, h, tile, used):
+  """Slots of each tile of a head's table."""
+  entries = np.asarray(table)[b, h, : int(count[b, h])]
+  per = tile // unit
+  groups = (entries[i : i + per] for i in range(0, len(entries), per))
+  return [
+    [s for e in group for s in range(e * unit, min((e + 1) * unit, used))] for group in groups
+  ]
 
 
 @pytest.mark.core(1)
@@ -39,10 +64,14 @@ def test_lengths_of_each_head_against_a_loop(name):
   how |= {"tile": tile, "full": method.probe == "full", "kept": -(-method.sinks // tile)}
   if "parts" in name:
     how["cut"] = Config(16, 1, 4, 1)
+  entries = drawn_tables(name, tile, length.shape, used)
+  if entries is not None:
+    how["unit"] = entries[2]
   run = jax.jit(functools.partial(read, **how))
   poisoned = (jnp.asarray(np.where(held, x, np.nan)) for x in (k, v))
   operands = jnp.asarray(q), *poisoned, jnp.zeros_like(stop), jnp.asarray(stop), jnp.asarray(length)
-  found, again = (run(*operands) for _ in range(2))
+  listed = {} if entries is None else dict(zip(("table", "count"), entries, strict=False))
+  found, again = (run(*operands, **listed) for _ in range(2))
   same_bits(found, again)
   state, rounded = found[:2]
   walked, end = map(np.asarray, found[2:])
@@ -50,6 +79,8 @@ def test_lengths_of_each_head_against_a_loop(name):
   for b, h in np.ndindex(length.shape):
     tiles = [range(t, min(t + tile, used[b])) for t in range(0, used[b], tile)][::-1]
     tiles = tiles[len(tiles) - how["kept"] :][::-1] + tiles[: len(tiles) - how["kept"]]
+    if entries is not None:
+      tiles = tiles_listed(*entries, b, h, tile, used[b])
     flat = [s for t in tiles for s in t]
     keys, values = (np.float64(x[b, h, flat]) for x in (k, v))
     sizes = [len(t) for t in tiles]

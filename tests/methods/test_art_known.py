@@ -7,7 +7,7 @@ import pytest
 
 from kvjax import ART, Env, Full
 from kvjax.testing import check
-from kvjax.testing.layer import Stream
+from kvjax.testing.layer import Layer, Stream
 from tests.methods.art_walks import known_walk, newest_tiles, walk
 from tests.oracles import begun, keys, queries
 
@@ -28,6 +28,20 @@ SETTINGS = [
 ]
 
 
+def first_lengths(layer, stream, at, method, order):
+  """The next step's lengths are those of walks by the queries at these positions."""
+  found = np.asarray(layer.cache.heads["walk"])
+  for b, h in np.ndindex(*found.shape):
+    if at[b] is not None:
+      steps, _ = order(layer.cache, b, h)
+      held = np.asarray(layer.cache.pos)[b, h, [s for tile in steps for s in tile]]
+      k, q, v = keys(stream, b, h, held), queries(stream, b, h, at[b]), stream.v[b, h, held]
+      sizes = [len(tile) for tile in steps]
+      _, read, near = walk(q, k, np.float64(v), sizes, method, 4 * bool(method.sinks))
+      wanted = read.max() + method.margin if read.max() < len(sizes) else 0
+      assert near < 1e-5 or found[b, h] == wanted
+
+
 @pytest.mark.core(4)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
@@ -38,6 +52,7 @@ def test_known_lengths_against_a_loop(kwargs, impl):
   order = first_tile_first(order) if method.sinks else order
   stream, lengths = Stream.random(0, tokens=90, head_dim=48), [57, 30]
   layer = begun(method, stream, lengths, capacity=90, env=Env(4, impl=impl, tile=4))
+  first_lengths(layer, stream, [n - 1 for n in lengths], method, order)
   shorter = longer = close = 0
   for i in range(12):
     at, before = [n + i for n in lengths], np.asarray(layer.cache.heads["walk"])
@@ -66,15 +81,23 @@ def test_known_lengths_against_a_loop(kwargs, impl):
     assert not shorter
 
 
-def test_a_new_prompt_is_read_whole():
-  """Lengths are of one answer: a turn's first step reads everything."""
-  method = ART(tau=9, phi=9, patience=1, tile=4, margin=1)
-  layer = begun(method, Stream.random(1, tokens=90), [40, 30], capacity=90)
+@pytest.mark.parametrize("chunks", [[[40, 30]], [[16, 30], [24, 0]]], ids=str)
+def test_a_new_prompt_begins_with_its_last_query(chunks):
+  """Lengths are of one answer: a turn begins with the walk of its own last query."""
+  method, order = ART(Full(), tau=0.8, phi=0.5, patience=2, tile=4, margin=1), newest_tiles(4)
+  stream = Stream.random(1, tokens=90)
+  layer = Layer(method, stream, capacity=90)
+  read = np.zeros(2, int)
+  for lengths in chunks:
+    layer.prefill(lengths, start=read, past=int(read.max()))
+    read += lengths
+  first_lengths(layer, stream, [39, 29], method, order)
   for i in range(2):
     layer.decode([40 + i, 30 + i])
-  assert (np.asarray(layer.cache.heads["walk"]) > 0).all()
-  layer.prefill([8, 8])
-  assert (np.asarray(layer.cache.heads["walk"]) == 0).all()
+  before = np.asarray(layer.cache.heads["walk"])
+  layer.prefill([8, 0], start=[42, 32], past=42)
+  first_lengths(layer, stream, [49, None], method, order)
+  np.testing.assert_array_equal(layer.cache.heads["walk"][1], before[1])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """ART in the order of earlier steps' mass, against a loop in float64 that keeps masses itself."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 
 from kvjax import ART, Env
 from kvjax.testing.layer import Stream
-from tests.methods.art_walks import walk
+from tests.methods.art_walks import known_walk, walk
 from tests.oracles import begun, keys, probabilities, queries, softmax
 
 TILE, EVERY = 4, 5
@@ -73,6 +76,72 @@ def test_tiles_by_mass_against_a_loop(stop, sinks):
       shorter += steps.max() < count
       whole += full and steps.min() == count
   assert close <= 2 and shorter >= 5 and whole >= 2
+
+
+RANKED = [
+  {"sinks": 0},
+  {"sinks": 6, "stop": "head", "relative": True},
+  {"sinks": 3, "margin": 2},
+  {"sinks": 0, "margin": 1, "relative": True},
+]
+
+
+def begins(order, sinks, prompt):
+  """First tokens' tiles, those after a prompt of so many tokens, and its last one."""
+  decoded = [t for t in order[::-1] if t > (prompt - 1) // TILE]
+  first = [t for t in order if t < -(-sinks // TILE)]
+  last = (prompt - 1) // TILE
+  return [*first, *(t for t in [*decoded, last] if t not in first)]
+
+
+@pytest.mark.core(2)
+@pytest.mark.parametrize("impl", ["reference", "pallas"])
+@pytest.mark.parametrize("kwargs", RANKED, ids=str)
+def test_tiles_in_a_prompts_order_against_a_loop(kwargs, impl):
+  """Ragged rows, three heads a group: the order of the prompt stays, newer tiles come before."""
+  method = ART(tile=TILE, by_mass=math.inf, tau=0.5, phi=0.5, patience=1, **kwargs)
+  stream, lengths = Stream.random(3, tokens=90, head_dim=48), [51, 22]
+  layer = begun(method, stream, lengths, capacity=90, env=Env(4, impl=impl, tile=TILE))
+  heads = layer.cache.pos.shape[1]
+  masses = [
+    [prompts_mass(stream, b, h, n, 23) for h in range(heads)] for b, n in enumerate(lengths)
+  ]
+  shorter = close = 0
+  for i in range(10):
+    at = [n + i for n in lengths]
+    known = np.asarray(layer.cache.heads["walk"]) if method.margin else None
+    out, aux = layer.decode(at)
+    tiles = np.asarray(aux["tiles"])
+    for b, h in np.ndindex(*tiles.shape[:2]):
+      count = at[b] // TILE + 1
+      first = begins(list(range(count)), method.sinks, lengths[b])
+      rest = sorted(set(range(count)) - set(first), key=lambda t, b=b, h=h: -masses[b][h][t])
+      places = [np.arange(t * TILE, min(t * TILE + TILE, at[b] + 1)) for t in [*first, *rest]]
+      flat, sizes = np.concatenate(places), [len(x) for x in places]
+      k, q, v = keys(stream, b, h, flat), queries(stream, b, h, at[b]), stream.v[b, h, flat]
+      kept = -(-method.sinks // TILE) + 1
+      if known is None:
+        want, steps, near = walk(q, k, np.float64(v), sizes, method, sum(sizes[:kept]))
+      else:
+        one = dataclasses.replace(method, sinks=kept * TILE)
+        want, read, _, near = known_walk(q, k, np.float64(v), sizes, one, known[b, h])
+        steps = np.full(3, read)
+      if near < 1e-5:
+        close += 1
+        continue
+      assert tiles[b, h].tolist() == steps.tolist()
+      np.testing.assert_allclose(out[b, h], want, atol=2e-5)
+      shorter += steps.max() < count
+  assert close <= 2 and shorter >= 5
+
+
+def test_a_short_prompt_has_no_order():
+  """A prompt within the first tokens' tile: what follows is walked newest first."""
+  method = ART(tile=TILE, by_mass=math.inf, sinks=2 * TILE, margin=1)
+  layer = begun(method, Stream.random(1, tokens=40), [3, 14], capacity=40)
+  assert not np.asarray(layer.cache.heads["ranks"])[0].any()
+  out, _ = layer.decode([3, 14])
+  assert np.isfinite(out).all()
 
 
 def test_kernels_have_no_mass_of_tiles():

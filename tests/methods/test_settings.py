@@ -158,8 +158,9 @@ REFUSED = [
   (ART, {"margin": 2, "certify": 0.1}, r"ART\.margin: found 2, expected None with certify"),
   (ART, {"margin": 2, "stop": "head"}, r"ART\.stop: found 'head', expected 'group' with margin"),
   (ART, {"margin": 2, "splits": 4}, r"ART\.splits: found 4, expected 1 with margin"),
-  (ART, {"by_mass": 4, "margin": 2}, r"ART\.by_mass: found 4, expected None with certify or m"),
-  (ART, {"by_mass": 4, "certify": 0.1}, r"ART\.by_mass: found 4, expected None with certify or m"),
+  (ART, {"by_mass": 4, "margin": 2}, r"ART\.by_mass: found 4, expected None or infinity with mar"),
+  (ART, {"by_mass": 4, "certify": 0.1}, r"ART\.by_mass: found 4, expected None with certify"),
+  (ART, {"by_mass": 1.5}, r"ART\.by_mass: found 1\.5, expected a whole number from 1 on, or infin"),
   *(
     (ART, {name: 4, "base": base}, rf"ART\.{name}: found base .*, expected one that keeps every")
     for name in ("margin", "by_mass")

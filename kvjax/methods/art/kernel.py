@@ -19,7 +19,7 @@ from kvjax.ops.table import choose, declare, kernel
 
 declare("art", pallas="kvjax.kernels.art.walk:walk")
 declare("art_quantised", pallas="kvjax.kernels.art.walk:walk")
-declare("art_known", pallas="kvjax.kernels.art.known:read", unrun=True)
+declare("art_known", pallas="kvjax.kernels.art.known:read")
 declare("art_splits", pallas="kvjax.kernels.art.walk:choose_splits")
 
 LARGEST_TILE = 256  # that the kernel takes
@@ -79,6 +79,8 @@ def known_walks(
     "tile": order.tile,
     "kept": order.kept,
   }
+  if not order.direct:
+    how |= {"table": order.plan.table, "count": order.plan.count, "unit": order.plan.unit}
   operands = q.astype(k.dtype), k, cache.slots["v"], span.start, span.stop, length
   state, out, walked, end = run(*operands, **how, soft_cap=at.env.soft_cap)
   groups = jnp.broadcast_to(walked[:, :, None, None], (*walked.shape, 1, q.shape[2]))

@@ -1,6 +1,7 @@
 """Known lengths, which are ours: a walk first reads as many tiles as the last step's took.
 
-After a prompt, or a walk that did not stop, the length L is everything. Tiles 0 … L − 1 of the
+After a prompt the length L is what a walk of its last query took, and the margin; after a walk that
+did not stop it is everything. Tiles 0 … L − 1 of the
 order are read at once, as no test stands between them. The detector looks at the last of them and
 counts stable tiles from there: it stops where Algorithm 1 would have stopped, or later. If it has
 not stopped by tile L − 1, Algorithm 1 goes on, tile by tile. The output is that of all tiles read.
@@ -46,6 +47,13 @@ def tail(patience: float | int, margin: int) -> int:
 def first_read(length: Int[Array, "B K"], count: Int[Array, "B K"]) -> Int[Array, "B K"]:
   """L, of an order of `count` tiles."""
   return jnp.where(length > 0, jnp.minimum(length, count), count)
+
+
+def next_length(
+  walked: Int[Array, "B K"], count: Int[Array, "B K"], margin: int
+) -> Int[Array, "B K"]:
+  """L after a walk by itself that took so many of `count` tiles; 0: everything."""
+  return jnp.where(walked < count, walked + margin, 0)
 
 
 def read(

@@ -4,6 +4,9 @@ Each tile keeps the largest share of softmax mass that a query head of its group
 over the steps that read it, the newer the heavier. A prompt begins it with what its last queries
 attend to, as SnapKV scores tokens. Tiles that are not read keep what they had, so that a walk of
 all of them comes every so many steps. Tiles of first tokens come first, then the newest.
+
+Or the order stays as a prompt's last queries made it (`ranking`, `ranked`): no step then computes
+a mass. Tiles that came after the prompt are walked before its own, newest first.
 """
 
 import dataclasses
@@ -53,12 +56,46 @@ def order(at: At, cache: Cache, plan: Plan, tile: int, sinks: int, every: int) -
 
 def begun(at: At, cache: Cache, turn: Turn, tile: int) -> Cache:
   """With the mean mass that the last queries of a prompt give each tile."""
+  return cache.put(heads={"mass": _of_prompt(at, turn, tile, cache.heads["mass"].shape[2])})
+
+
+def ranks_leaf(spec: CacheSpec, tile: int) -> Leaf:
+  """Tiles of the last prompt in their order, 1 more than their index, int32 [B, K, P]; then 0."""
+  return Leaf("heads", (-(-spec.capacity // tile),), jnp.int32, along_slots=True)
+
+
+def ranking(at: At, cache: Cache, turn: Turn, tile: int, sinks: int) -> Cache:
+  """With a prompt's tiles after those of first tokens: its last one, then by mass."""
+  mass = _of_prompt(at, turn, tile, cache.heads["ranks"].shape[2])
+  t, last = jnp.arange(mass.shape[2], dtype=jnp.int32), turn.staged["pos"].max(-1) // tile
+  rank = jnp.where(t == last[..., None], jnp.inf, mass)
+  rank = jnp.where((t >= -(-sinks // tile)) & (t <= last[..., None]), rank, -1.0)
+  index = jnp.argsort(-rank, -1, stable=True)
+  ranks = jnp.where(jnp.take_along_axis(rank, index, 2) >= 0, index + 1, 0)
+  return cache.put(heads={"ranks": ranks.astype(jnp.int32)})
+
+
+def ranked(cache: Cache, plan: Plan, tile: int, sinks: int) -> Order:
+  """Tiles of first tokens, those after the prompt from the newest down, and the prompt's."""
+  ranks, pinned = cache.heads["ranks"], -(-sinks // tile)
+  last = jnp.broadcast_to((plan.span.stop - 1) // tile, ranks.shape[:2])[..., None]
+  t, own = jnp.arange(ranks.shape[2], dtype=jnp.int32), (ranks > 0).sum(-1, keepdims=True)
+  after = jnp.maximum(last + 1 - own - pinned, 0)  # tiles that came after the prompt
+  place = t - pinned - after
+  prompts = jnp.take_along_axis(ranks, jnp.maximum(place, 0), 2) - 1
+  table = jnp.where(t < pinned, t, jnp.where(place < 0, last + pinned - t, prompts))
+  where: dict[str, Any] = {"table": jnp.where(t <= last, table, -1), "count": last[..., 0] + 1}
+  return Order(dataclasses.replace(plan, **where, unit=tile, pinned=pinned + 1), tile)
+
+
+def _of_prompt(at: At, turn: Turn, tile: int, tiles: int) -> Float[Array, "B K P"]:
+  """Mean mass that the last queries of a prompt give each tile."""
   last, at_last, state = attention.last_queries(turn, WINDOW)
   seen = at.top.window(at, at_last)
   mass = prefill.column_mass(at, last, at_last, turn.staged, seen, state)  # [B, K, S]
   mass = mass / jnp.maximum((at_last >= 0).sum(-1), 1)[:, None, None]
-  old, pos = cache.heads["mass"], turn.staged["pos"]
-  return cache.put(heads={"mass": _add(jnp.zeros_like(old), pos, tile, mass)})
+  zero = jnp.zeros((*mass.shape[:2], tiles), jnp.float32)
+  return _add(zero, turn.staged["pos"], tile, mass)
 
 
 def renewed(cache: Cache, found: Weights) -> Cache:

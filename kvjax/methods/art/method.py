@@ -14,7 +14,7 @@ from kvjax.core.fields import between, bound, expect, least, one_of
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
-from kvjax.families import forms
+from kvjax.families import forms, sight
 from kvjax.families.full import Full
 from kvjax.families.method import Aux, Method
 from kvjax.families.wrapper import Wrapper, of_base
@@ -23,10 +23,15 @@ from kvjax.methods.art.order import Order, Traversal, tiles_of
 from kvjax.methods.art.splits import Walked, read_by, spares_half, usual_splits
 from kvjax.methods.art.walk import Stop
 from kvjax.methods.quest import Quest
+from kvjax.ops import attention
 
 
 def _fits_splits(splits: int | str) -> bool:
   return splits in ("auto", "fill") if isinstance(splits, str) else splits >= 1
+
+
+def _fits_turn(tokens: float | int) -> bool:
+  return tokens >= 1 and (math.isinf(tokens) or tokens == int(tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,8 @@ class ART(Wrapper):
 
   With by_mass = s tiles are walked by the mass that earlier steps gave them, begun by a prompt's
   last queries, and every s-th token's walk reads all (`kvjax.methods.art.mass`). It is ours, too,
-  asks for the same, and has no kernel yet.
+  and asks for the same. A finite s has no kernel yet; with infinity the prompt's order stays, which
+  costs a step nothing and may be walked to known lengths.
 
   The price is known: a needle far back in a cache that is walked from its end is missed (§4.3).
 
@@ -98,8 +104,8 @@ class ART(Wrapper):
       tokens, a walk that stops before them is far off (`scripts.studies.art_study`).
     margin: tiles that are read at once beyond the last step's stop, a sixteenth of all, say; None:
       walks know nothing of each other.
-    by_mass: s, tokens from one whole walk to the next in an order by mass (32, say); None: that of
-      the paper.
+    by_mass: s, tokens from one whole walk to the next in an order by mass (32, say); infinity: the
+      order by the mass of a prompt's last queries; None: that of the paper.
     certify: ε, below 2; None: the detector decides. τ, φ, p and the probe then mean nothing.
   """
 
@@ -117,7 +123,7 @@ class ART(Wrapper):
   sinks: int = least(0, 0)
   relative: bool = False
   margin: int | None = least(1, None)
-  by_mass: int | None = least(1, None)
+  by_mass: float | int | None = bound(_fits_turn, "a whole number from 1 on, or infinity", None)
   certify: float | None = between(0, 2, None, "[)")
 
   def __post_init__(self):
@@ -130,9 +136,9 @@ class ART(Wrapper):
     if self.margin is not None:
       expect(self, "margin", others, "None with certify")
       expect(self, "stop", self.stop == "group", "'group' with margin")
-      others = False
     if self.by_mass is not None:
-      expect(self, "by_mass", others, "None with certify or margin")
+      expect(self, "by_mass", others, "None with certify")
+      expect(self, "by_mass", not (self._weighs and self.margin), "None or infinity with margin")
     if self.certify is None:
       moves = *moves, "window", "span"
     chooses = any(forms.overrides(self.base, move) for move in moves)
@@ -147,6 +153,11 @@ class ART(Wrapper):
     """The setting that asks for one walk over all that a base keeps; None: neither is set."""
     asked = {"certify": self.certify, "margin": self.margin, "by_mass": self.by_mass}
     return next((name for name, value in asked.items() if value is not None), None)
+
+  @property
+  def _weighs(self) -> bool:
+    """True if steps weigh the tiles that they read."""
+    return self.by_mass is not None and math.isfinite(self.by_mass)
 
   @property
   def traits(self) -> Traits:
@@ -168,24 +179,36 @@ class ART(Wrapper):
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     own = {} if self.certify is None else self._pages.summaries(spec)
     if self.by_mass is not None:
-      own = {"mass": mass.leaf(spec, self.tile)}
+      own = {"ranks": mass.ranks_leaf(spec, self.tile)}
+      own = {"mass": mass.leaf(spec, self.tile)} if self._weighs else own
     if self.margin is not None:
-      own = {"walk": Leaf("heads", dtype=jnp.int32)}  # tiles of the next one's first read; 0: all
+      own["walk"] = Leaf("heads", dtype=jnp.int32)  # tiles of the next one's first read; 0: all
     return {**self.base.leaves(spec, layer), **own}
 
   def settle(self, at: At, cache: Cache, prompt: Prompt) -> Cache:
     cache = self.base.settle(at, cache, prompt)
     if (traversal := self._traversal(cache)).by_tiles:
       return traversal.laid(at, cache)
-    if self.margin is not None:
-      return cache.put(heads={"walk": jnp.zeros_like(cache.heads["walk"])})
     if self.certify is None:
       return cache
     return self._pages.summarise(cache, cache.seen - prompt.valid, prompt.tokens)
 
   def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     cache = self.base.keep(at, cache, turn, new)
-    return cache if self.by_mass is None else mass.begun(at, cache, turn, self.tile)
+    if self._weighs:
+      return mass.begun(at, cache, turn, self.tile)
+    if self.by_mass is not None:
+      cache = mass.ranking(at, cache, turn, self.tile, self.sinks)
+    return cache if self.margin is None else self._walked_once(at, cache, turn, self.margin)
+
+  def _walked_once(self, at: At, cache: Cache, turn: Turn, margin: int) -> Cache:
+    """With the length that a walk of the prompt's last query says."""
+    last, pos, _ = attention.last_queries(turn, 1)
+    order = self._order(at, cache, sight.visible(at, cache), last[:, :, :, 0])
+    walked = kernel.walks(at, cache, order, last[:, :, :, 0], 1, self._stop).noted(Walked)
+    assert walked is not None and order.plan.count is not None
+    length = known.next_length(walked.tiles[:, :, 0], order.plan.count, margin)
+    return cache.put(heads={"walk": jnp.where(pos >= 0, length, cache.heads["walk"])})
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Algorithm 1 over the tiles of the plan in order (`order`, `walk`), in P splits (`splits`)."""
@@ -206,8 +229,10 @@ class ART(Wrapper):
 
   def _order(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Order:
     """Order of §3.3; for a certificate, by the bounds of the rounded query."""
+    if self.by_mass is not None and self._weighs:
+      return mass.order(at, cache, plan, self.tile, self.sinks, int(self.by_mass))
     if self.by_mass is not None:
-      return mass.order(at, cache, plan, self.tile, self.sinks, self.by_mass)
+      return mass.ranked(cache, plan, self.tile, self.sinks)
     if self.certify is None:
       return self._traversal(cache).order(at, cache, plan)
     if plan.window is not None and plan.window.view is not None:
@@ -237,7 +262,8 @@ class ART(Wrapper):
     return attended.noting(Walked(tiles))
 
   def _form(self, move: str) -> Any:
-    kept = {"observe": self._alone, "keep": self.by_mass}
+    own = any(x is not None for x in (self.certify, self.margin)) or self._weighs
+    kept = {"observe": own or None, "keep": self.by_mass or self.margin}
     if move in kept and kept[move] is None:  # reports, and keeps nothing of its own
       return self.base._form(move)
     return super()._form(move)

@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -84,7 +85,9 @@ def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
 
 
 def value_of(field: str, text: str, option: str = "label") -> Any:
-  """A literal of Python, what a file holds for the field, or the text itself."""
+  """A literal of Python, infinity, what a file holds for the field, or the text itself."""
+  if text == "inf":
+    return math.inf
   path = pathlib.Path(text)
   if path.suffix in FILES:
     return read(functools.partial(FILES[path.suffix], field=field), path, option)

@@ -165,6 +165,14 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
   }
 
 
+# ART in the order of a prompt's last queries, and newest first; τ = 0.02 is the one that is told.
+RANKED = "art:relative=True,sinks=4,margin=16,by_mass=inf,tau="
+ARTS = " ".join(
+  [
+    *(f"{RANKED}{tau}" for tau in (0.01, 0.02, 0.04)),
+    "art:relative=True,sinks=4,margin=16,tau=0.02",
+  ]
+)
 STUDY = "--checkpoint {checkpoint} --length"
 LAYERS = " ".join(map(str, range(28)))
 
@@ -236,6 +244,12 @@ REAL = {
     "--lengths 8192 --memory 12 --budgets 1280 2304 4352 --methods kvzip "
     "adakv:safeguard=0+kvzip adakv:safeguard=0+kvzip:over_layers=True",
   ),
+  "real_32K_art": real(
+    "32K_art",
+    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 30 "
+    f"--memory 14 --trace 8 --methods {ARTS}",
+  ),
+  "speed_32K_art": speed("32K_art", f"--lengths 32768 --batches 8 --methods {ARTS}"),
   "real_heads": Step(
     "kvjax.programs.retrieval_heads {out}/real_heads.json --pattern {out}/real_gates.tsv "
     f"{STUDY} 2048"

@@ -1,6 +1,7 @@
 """Labels of methods: settings, files, methods over others, classes from outside."""
 
 import json
+import math
 
 import pytest
 
@@ -17,6 +18,7 @@ def test_a_label_is_a_method():
   assert over == kvjax.Quantised(kvjax.SnapKV(64, 4), bits=4)
   assert instance("knorm:skip_layers=(0,1)", 64).skip_layers == (0, 1)
   assert instance("kvjax:Quest:page=4", 64).page == 4
+  assert instance("art:patience=inf", 64).patience == math.inf
   assert labels.split("adakv:safeguard=0+kvzip") == ["adakv:safeguard=0", "kvzip"]
 
 

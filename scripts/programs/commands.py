@@ -43,6 +43,7 @@ COMMANDS = {
     "needle-recall": "scripts.studies.needle_recall",
     "plot-spans": "scripts.studies.plot_spans",
     "span-search": "scripts.studies.span_search",
+    "turnover": "scripts.studies.turnover",
   },
 }
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}

@@ -299,6 +299,11 @@ REAL = {
   "real_sharing": Step(
     f"scripts.studies.sharing_study {{out}}/sharing {STUDY} 8128 --budget 512", 400
   ),
+  "real_turnover": Step(
+    "scripts.studies.turnover {out}/turnover --checkpoint {checkpoint} --rows 8 --answer 6000 "
+    "--budgets 1200",
+    540,
+  ),
   "real_certificates": Step(  # mostly a CPU's work
     f"scripts.studies.certificate_study {{out}}/certificates {STUDY} 4096 --budget 256 "
     "--starts 1862-Lincoln-1 1934-Roosevelt-1",

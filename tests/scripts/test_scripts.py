@@ -61,6 +61,7 @@ ARGUMENTS = {
   "beside_kvpress": ("--out", "--samples", "--length", "--alone", "--checkpoint"),
   "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
   "span_search": ("OUT", "--samples", "--trials", "--window", "--settings"),
+  "turnover": ("FOLDER", "--methods", "--budgets", "--answer", "--rows", "--together"),
   "plot_spans": ("FOLDER", "--text", "--length", "--local"),
   "on_gpu": ("--out", "--only", "--minutes"),
   "bench": ("--quick", "--only", "--add", "--compare", "--fail-slower"),

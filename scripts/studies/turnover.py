@@ -19,6 +19,7 @@ import functools
 import itertools
 import json
 import pathlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -292,12 +293,12 @@ def main(args: Args) -> int:
   on = sheets.about(args.checkpoint)
   about = {"model": on["model"], "dtype": model.dtype.name, "source": TESTS.about}
   about |= {name: getattr(args, name) for name in SETTINGS}
-  path = args.out / "turnover.json"
-  report: dict[str, Any] = {"about": {**about, "window": args.window}, "records": []}
-  if path.exists():
-    report["records"] = load_records(path, report["about"])
   prompts, answers = texts_of(model, tokenizer, args, about)
-  report["distinct_runs"] = [distinct(answer) for answer in answers]
+  about |= {"window": args.window, "texts": zlib.crc32(answers.tobytes())}
+  runs = [distinct(answer) for answer in answers]
+  report: dict[str, Any] = {"about": about, "distinct_runs": runs, "records": []}
+  if (path := args.out / "turnover.json").exists():
+    report["records"] = load_records(path, about)
   there = {(record["method"], record["budget"]) for record in report["records"]}
   missing = [entry for entry in chosen if entry.key not in there]
   failed = 0

@@ -92,6 +92,8 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
   def listed(b, h):
     return visible(start[b, h], stop[b, h], count, slots)
 
+  if cut and head_dim == 256 and dtype == "float32":
+    cut = cut[0], min(cut[1], 64)  # two stages of more do not fit a multiprocessor's shared memory
   config = cut and Config(tile=cut[1], programs=cut[0], warps=4, stages=2)
   read = read_of(listed, (*start.shape, slots))
   how = {"sinks": count, "logits": logits, "soft_cap": cap, "config": config}

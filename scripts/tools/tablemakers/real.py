@@ -27,14 +27,16 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """The runs of the folder.
+  """The runs of a folder.
 
   Attributes:
+    folder: below scripts/results.
     device: where they ran.
     views: scores by length and mode, without methods whose walks cannot end early there.
     costs: of steps.
   """
 
+  folder: str
   device: str
   views: list[View]
   costs: list[Cost]
@@ -49,7 +51,7 @@ class Held:
     return [(view, board) for board in costs.boards([view.whole], self.costs)] if view else []
 
   def time(self, cost: Cost) -> Timing:
-    return scored.timed(cost, FOLDER, self.device)
+    return scored.timed(cost, self.folder, self.device)
 
   def shown(self, cost: Cost, full: Cost) -> dict[str, str | None]:
     """Of a step of the whole batch: tokens attended to, milliseconds, over the full cache's, GB."""
@@ -74,16 +76,16 @@ class Held:
 
 
 @functools.cache
-def held(results: Results) -> Held:
-  """The folder's rows and costs."""
-  settings = store.settings_of(results.folder / FOLDER)
+def held(results: Results, folder: str = FOLDER) -> Held:
+  """A folder's rows and costs."""
+  settings = store.settings_of(results.folder / folder)
 
   def wanted(row: Row) -> bool:
     short = walks.too_short(row["method"], row["budget"], row["length"], settings)
     return not short and not row["method"].startswith(WITHDRAWN)
 
-  views = scored.views(results, FOLDER, wanted, LEAST)
-  return Held(settings["device"], views, costs.read(results.folder / FOLDER))
+  views = scored.views(results, folder, wanted, LEAST)
+  return Held(folder, settings["device"], views, costs.read(results.folder / folder))
 
 
 def _point(board: Board, one: Standing) -> Point | None:
@@ -95,9 +97,12 @@ def _point(board: Board, one: Standing) -> Point | None:
 
 
 def scores(results: Results, where: str) -> Part:
-  """A length, and a mode: full first, then methods that attend to as many tokens, by score."""
-  length, _, mode = where.partition(" ")
-  found = held(results)
+  """A length, and a mode or a folder of its own: full first, then methods that attend to as many
+  tokens, by score.
+  """
+  length, _, other = where.partition(" ")
+  mode, folder = ("", other) if "/" in other else (other, FOLDER)
+  found = held(results, folder)
   if (view := found.view(int(length), mode or "aware")) is None:
     return Part()
   boards = [] if mode else [board for _, board in found.boards(int(length))]

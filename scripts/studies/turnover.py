@@ -69,8 +69,8 @@ class Args:
   """Tokens of an answer."""
   rows: int = 8
   """Prompts, which run as one batch; at least two, for intervals over them."""
-  temperature: float = 0.7
-  """Of the answers."""
+  temperature: float = 1.0
+  """Of the answers. Below it those of small models go round in circles: see the share of runs."""
   seed: int = 0
   """Of prompts and answers."""
   window: int = 512

@@ -82,6 +82,8 @@ def layers() -> dict[str, Layer]:
     "Quest, B1 T128K 8x4": Layer(quest, "8x4", 1, 128 << 10),
     "InfLLM-v2, B1 T32K 8x4": Layer(infllm, "8x4", 1, 32 << 10),
     "InfLLM-v2, B1 T128K 8x4": Layer(infllm, "8x4", 1, 128 << 10),
+    "PRR over Quest, B1 T32K 8x4": Layer(kvjax.PRR(quest, budget=1.25), "8x4", 1, 32 << 10),
+    "PRR over Quest, B1 T128K 8x4": Layer(kvjax.PRR(quest, budget=1.25), "8x4", 1, 128 << 10),
     "LongFlow, B16 S3200 8x4": Layer(kvjax.LongFlow(3200), "8x4", 16, 3200, full=True),
     "LongFlow, B128 S3200 8x4": Layer(kvjax.LongFlow(3200), "8x4", 128, 3200, full=True),
     "CIS sharing, B8 T4K 32x1": Layer(paper, "32x1", 8, 4 << 10, before=2),

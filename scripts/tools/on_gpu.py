@@ -169,7 +169,7 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
 RANKED = "art:relative=True,sinks=4,margin=16,by_mass=inf,tau="
 ARTS = " ".join(
   [
-    *(f"{RANKED}{tau}" for tau in (0.01, 0.02, 0.04)),
+    *(f"{RANKED}{tau}" for tau in (0.02, 0.04, "0.04,patience=16")),
     "art:relative=True,sinks=4,margin=16,tau=0.02",
   ]
 )
@@ -301,7 +301,7 @@ REAL = {
   ),
   "real_turnover": Step(
     "scripts.studies.turnover {out}/turnover --checkpoint {checkpoint} --rows 8 --answer 6000 "
-    "--budgets 1200",
+    "--budgets 1200 --together 2",
     540,
   ),
   "real_certificates": Step(  # mostly a CPU's work

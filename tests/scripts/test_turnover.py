@@ -70,7 +70,7 @@ def test_what_drops_tokens_diverges(args, capsys):
   )
   said = capsys.readouterr().out
   assert (args.out / "turnover.txt").read_text("utf-8").strip() in said
-  assert "2 rows, temperature 0.7, seed 0" in said
+  assert "2 rows, temperature 1, seed 0" in said
   assert said.splitlines()[-2].split()[:3] == ["streaming_llm", "8", "5"]
 
 

@@ -262,7 +262,7 @@ class ART(Wrapper):
     return attended.noting(Walked(tiles))
 
   def _form(self, move: str) -> Any:
-    own = any(x is not None for x in (self.certify, self.margin)) or self._weighs
+    own = self.certify is not None or self.margin is not None or self._weighs
     kept = {"observe": own or None, "keep": self.by_mass or self.margin}
     if move in kept and kept[move] is None:  # reports, and keeps nothing of its own
       return self.base._form(move)

@@ -46,9 +46,18 @@ class Oracle:
     return (always & seen) | chosen
 
   def shared_with(self, own, used):
+    def cosine(a, b):
+      return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+    def middle(group):
+      return sum(a / np.linalg.norm(a) for a in group)
+
     for others, heaviest in reversed(used):
-      pairs = zip(own, others, strict=True)
-      if all(a @ b / np.linalg.norm(a) / np.linalg.norm(b) > self.method.tau for a, b in pairs):
+      if self.method.agree == "mean":
+        cosines = [cosine(middle(own), middle(others))]
+      else:
+        cosines = map(cosine, own, others)
+      if all(x > self.method.tau for x in cosines):
         return heaviest
     return None
 

@@ -28,7 +28,7 @@ class CPE(Wrapper):
 
   Attributes:
     base: PSAW(ETF(CIS())) of the values below.
-    k, sinks, local, block, tau, radius, m, per: of CIS; `sinks` is that of PSAW and ETF too.
+    k, sinks, local, block, tau, radius, m, per, agree: of CIS; `sinks` is that of PSAW and ETF too.
     phi, alpha: of PSAW.
     psi, gamma, kv: of ETF.
     start: of PSAW and ETF.
@@ -49,10 +49,12 @@ class CPE(Wrapper):
   gamma: float = 1.0
   kv: str = "project"
   start: float = 0.75
+  agree: str = "all"
 
   def __post_init__(self):
     try:
-      cis = CIS(self.k, self.sinks, self.local, self.block, self.tau, self.radius, self.m, self.per)
+      own = {field.name for field in dataclasses.fields(CIS)}
+      cis = CIS(**{name: getattr(self, name) for name in own})
       etf = ETF(cis, self.sinks, self.psi, self.gamma, self.start, self.kv)
       base = PSAW(etf, self.sinks, self.phi, self.alpha, self.start)
     except ValueError as error:

@@ -4,10 +4,11 @@ Between its queries of the block and its cache entries a step of CIS has a dozen
 two of them sorts and three scatters, each of which would be a launch of its own. It takes three
 small launches around retrieval and attention: this one, `cis.listed` and `cis.note`.
 
-Cosines with the block's queries (Eq. 12), the most recent that is alike, and whose retrieval it
-used; a row that shares with none may look at its keys at once, as `key_logits` does.
+Cosines with the block's queries (Eq. 12), head by head (J = G) or of the group's mean (J = 1), the
+most recent that is alike, and whose retrieval it used; a row that shares with none may look at its
+keys at once, as `key_logits` does.
 
-Bytes: the block's queries, 4 s G H per row, and the keys of rows that look; else next to nothing.
+Bytes: the block's queries, 4 s J H per row, and the keys of rows that look; else next to nothing.
 
 Grid: one program per row, or with keys as many as `key_logits` cuts them for.
 """
@@ -56,10 +57,10 @@ def _kernel(
   first: Callable[[Array], Array] | None,
   score: Callable[..., None] | None,
 ) -> None:
-  """q [R, G, H], queries [R, s, G, H], anchor [R, s, U], step, seen [B](, q [R, G, H], keys
-  [R, S, H], stop [B]) -> query [R, G, H] of norm 1, anchor, retrieves [R, U], step [R]
-  (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G. `score`: `score_keys`, where
-  keys are given.
+  """q [R, G, H], queries [R, s, J, H], anchor [R, s, U], step, seen [B](, q [R, G, H], keys
+  [R, S, H], stop [B]) -> query [R, J, H] of norm 1, anchor, retrieves [R, U], step [R]
+  (, first [B])(, logits [R, G, S], m, l [R, G, C]). `alone`: U = G. J = 1: a group's mean query.
+  `score`: `score_keys`, where keys are given.
   """
   rows = queries_ref.shape[0]
   row, piece = pl.program_id(0), pl.program_id(1)
@@ -98,7 +99,8 @@ def decide(
 
   Refs and `alone` as above.
   """
-  _, block, groups, head_dim = queries_ref.shape
+  _, block, judged, head_dim = queries_ref.shape
+  groups = q_ref.shape[1]
   column, turn = jnp.arange(columns_of(head_dim)), jnp.arange(pl.next_power_of_2(block))
   inside, earlier = column < head_dim, (turn < block) & (turn < step)
 
@@ -110,23 +112,32 @@ def decide(
     retrieves_ref[row, unit] = (latest < 0).astype(jnp.int32)
     return latest < 0
 
-  def load(g: int) -> tuple[Array, Array]:
-    """A query of this step, and those of the block."""
-    mask = earlier[:, None] & inside[None, :]
-    others = backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
-    return backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32), others
+  def load(g: int) -> Array:
+    """A query of this step."""
+    return backend.load(q_ref, row, g, column, mask=inside).astype(jnp.float32)
 
+  def load_others(g: int) -> Array:
+    """Those of the block."""
+    mask = earlier[:, None] & inside[None, :]
+    return backend.load(queries_ref, row, turn[:, None], g, column[None, :], mask=mask)
+
+  def compare(g: int, q: Array, others: Array) -> Array:
+    """Writes a query of norm 1; the block's that are alike."""
+    backend.store(query_ref, row, g, column, value=q, mask=inside)
+    cosine = (others * q[None, :]).sum(axis=1)  # Eq. 12, of norms 1
+    return earlier & (jnp.minimum(cosine, 1.0) > tau)
+
+  if judged < groups:
+    others = load_others(0)
+    mean = functools.reduce(jnp.add, (_unit(load(g)) for g in range(groups))) / groups
+    return find(0, compare(0, _unit(mean), others))
   every, looks = earlier, jnp.bool_(False)
   ahead: list[tuple[Array, Array]] = []
   for g in range(groups):
     if not ahead:  # those of a few heads at once, as their memory is waited for
-      ahead = [load(i) for i in range(g, min(g + AHEAD, groups))]
+      ahead = [(load(i), load_others(i)) for i in range(g, min(g + AHEAD, groups))]
     q, others = ahead.pop(0)
-    q = q / jnp.maximum(jnp.abs(q).max(), 1e-30)  # its square must not overflow
-    q = q / jnp.maximum(jnp.sqrt((q * q).sum()), 1e-30)
-    backend.store(query_ref, row, g, column, value=q, mask=inside)
-    cosine = (others * q[None, :]).sum(axis=1)  # Eq. 12, of norms 1
-    alike = earlier & (jnp.minimum(cosine, 1.0) > tau)
+    alike = compare(g, _unit(q), others)
     if alone:
       looks |= find(g, alike)
     every = every & alike
@@ -135,9 +146,15 @@ def decide(
   return looks
 
 
+def _unit(q: Array) -> Array:
+  """q / ‖q‖ [H]; 0 stays 0."""
+  q = q / jnp.maximum(jnp.abs(q).max(), 1e-30)  # its square must not overflow
+  return q / jnp.maximum(jnp.sqrt((q * q).sum()), 1e-30)
+
+
 def anchors(
   q: Float[Array, "B K G H"],
-  queries: Float[Array, "B K s G H"],
+  queries: Float[Array, "B K s J H"],
   anchor: Int[Array, "B K s U"],
   step: Int[Array, " B"],
   seen: Int[Array, " B"],
@@ -153,11 +170,12 @@ def anchors(
 
   Args:
     q: queries of the newest token, rotated.
-    queries: those of the block, float32, of norm 1.
+    queries: those of the block, float32, of norm 1; J = 1: their group's mean decides.
     anchor: the step whose retrieval each of them used.
     step: of the block, this one's.
     seen: cached tokens of every row.
-    tau: the cosine that all queries of a unit must exceed: a KV head (U = 1) or a query head.
+    tau: the cosine that all queries of a unit must exceed, or their mean: a KV head (U = 1) or a
+      query head.
     first: the first token in sight as a function of `seen`, int32 scalars.
     keys: cached keys [B, K, S, H] and occupied slots of every row, int32 [B]: rows that share with
       none look at them.
@@ -166,11 +184,12 @@ def anchors(
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    float32 [B, K, G, H]; int32 [B, K, U]; int32 [B, K, U], 1 where a unit shares with none; the
+    float32 [B, K, J, H]; int32 [B, K, U]; int32 [B, K, U], 1 where a unit shares with none; the
     step of every KV head, int32 [B, K]; with `first` what it gives, int32 [B]; and with `keys` the
     three results of `key_logits`, which hold anything in rows that share.
   """
-  batch, heads, _, groups, head_dim = queries.shape
+  batch, heads, _, judged, head_dim = queries.shape
+  groups = q.shape[2]
   rows, units = batch * heads, anchor.shape[3]
   floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -193,7 +212,7 @@ def anchors(
     *(flat(q), flat(queries), flat(anchor), step, seen, looked),
     grid=(rows, pieces),
     out=[
-      floats((rows, groups, head_dim)),
+      floats((rows, judged, head_dim)),
       *(ints((rows, units)), ints((rows, units)), ints((rows,))),
       None if first is None else ints((batch,)),
       logits,
@@ -208,4 +227,4 @@ def anchors(
     more += [x.reshape(*q.shape[:3], -1) for x in logits]
   shape = batch, heads, units
   made = found.reshape(shape), retrieves.reshape(shape), steps_of.reshape(batch, heads)
-  return query.reshape(q.shape), *made, *more
+  return query.reshape(batch, heads, judged, head_dim), *made, *more

@@ -24,7 +24,7 @@ WARPS = 4
 
 
 class _Made(NamedTuple):
-  """A step's l [R, G], step [R], query [R, G, H], anchor, retrieves [R, U], and found, weight
+  """A step's l [R, G], step [R], query [R, J, H], anchor, retrieves [R, U], and found, weight
   [R, U, f]: refs, or arrays.
   """
 
@@ -38,7 +38,7 @@ class _Made(NamedTuple):
 
 
 class _Block(NamedTuple):
-  """A block's queries [R, s, G, H], anchors [R, s, U], retrieved [R, s, U, W], and step [B]: refs,
+  """A block's queries [R, s, J, H], anchors [R, s, U], retrieved [R, s, U, W], and step [B]: refs,
   or arrays.
   """
 
@@ -52,7 +52,7 @@ def _kernel(
   live_ref: Any, made: _Made, _: _Block, out: _Block, *, sinks: int, heaviest: int, radius: int
 ) -> None:
   """live [B], `_Made`, and in place `_Block`."""
-  rows, groups, head_dim = made.query.shape
+  (rows, groups), (_, judged, head_dim) = made.l.shape, made.query.shape
   _, block, units, _ = out.retrieved.shape
   row = pl.program_id(0)
   heads = rows // live_ref.shape[0]
@@ -66,9 +66,9 @@ def _kernel(
 
   @pl.when(live_ref[batch_row] & (finite > 0))
   def note() -> None:
-    for g in range(groups):
-      query = backend.load(made.query, row, g, column, mask=column < head_dim)
-      backend.store(out.queries, row, step, g, column, value=query, mask=column < head_dim)
+    for j in range(judged):
+      query = backend.load(made.query, row, j, column, mask=column < head_dim)
+      backend.store(out.queries, row, step, j, column, value=query, mask=column < head_dim)
     for u in range(units):
       out.anchors[row, step, u] = made.anchor[row, u]
 
@@ -150,12 +150,12 @@ def note(
   live: Bool[Array, " B"],
   l: Float[Array, "B K G"],
   steps: Int[Array, "B K"],
-  query: Float[Array, "B K G H"],
+  query: Float[Array, "B K J H"],
   anchor: Int[Array, "B K U"],
   retrieves: Int[Array, "B K U"],
   found: Int[Array, "B K U f"],
   weight: Float[Array, "B K U f"],
-  queries: Float[Array, "B K s G H"],
+  queries: Float[Array, "B K s J H"],
   anchors: Int[Array, "B K s U"],
   retrieved: Int[Array, "B K s U W"],
   step: Int[Array, " B"],

@@ -9,10 +9,11 @@ Fig. 7 (right).
 
 CIS's shared lists gain neighbours, so it attends to more than it retrieves. Its retrievals are cut
 until a head attends, on average over a text that is none of those measured, to as many tokens as
-HShare's budget; what each attended to is printed too.
+HShare's budget; what each attended to is printed too. Where the mean of a group's queries decides,
+and where shared lists gain no neighbours, CIS has lines of its own.
 
-In the folder: sharing.json, sharing.txt (the table) and sharing.png. A text that sharing.json has
-of the same settings is not measured again.
+In the folder: sharing.json, sharing.txt (the table) and sharing.png. sharing.json is written after
+every text; one that it has of the same settings is not measured again.
 """
 
 import dataclasses
@@ -36,8 +37,14 @@ from kvjax.programs.evals.stats import Estimate, student
 from kvjax.programs.evals.streams import FITTING
 from scripts.studies import STARTS, sheets
 
-# τ of CIS; shares of HShare's layers and heads that retrieve, and every how many steps.
-TAUS = (0.5, 0.7, 0.8, 0.9)
+# CIS's rules and their τ; shares of HShare's layers and heads that retrieve, and every how many
+# steps.
+RULES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+  "": ({}, (0.5, 0.7, 0.8, 0.9)),
+  ", mean": ({"agree": "mean"}, (0.7, 0.8, 0.9)),
+  ", r = 0": ({"radius": 0}, (0.7, 0.8)),
+  ", mean, r = 0": ({"agree": "mean", "radius": 0}, (0.7, 0.8, 0.9)),
+}
 SHARES = (
   *((1.0, 1.0, 1), (1.0, 1.0, 2), (0.75, 0.75, 2)),
   *((0.5, 0.5, 2), (0.5, 0.5, 4), (0.5, 0.5, 8)),
@@ -75,9 +82,10 @@ def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:
   found: dict[str, dict[str, kvjax.Method]] = {}
   example = kvjax.settings.example(kvjax.CIS, args.budget)
   for s in args.blocks:
-    found[f"CIS, s = {s}"] = {
-      f"τ = {tau:g}": dataclasses.replace(example, block=s, tau=tau) for tau in TAUS
-    }
+    for name, (rule, taus) in RULES.items():
+      found[f"CIS, s = {s}{name}"] = {
+        f"τ = {tau:g}": dataclasses.replace(example, block=s, tau=tau, **rule) for tau in taus
+      }
   shared = kvjax.settings.example(kvjax.METHODS["hshare"], args.budget)
   assert isinstance(shared, kvjax.HShare)
   found[HSHARE] = {
@@ -217,33 +225,32 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 def draw(found: dict[str, dict[str, dict[str, Any]]], title: str) -> Figure:
   """Overlap and dropped mass against ρ̂, a line for each method, bars for the intervals."""
-  figure = Figure(figsize=(9, 4), layout="constrained")
+  figure = Figure(figsize=(9, 4.8), layout="constrained")
   labels = {"overlap": "overlap with the oracle", "dropped": "attention mass that is dropped"}
   panels = figure.subplots(1, 2)
-  for axes, (name, label) in zip(panels, labels.items(), strict=True):
+  for axes, (name, words) in zip(panels, labels.items(), strict=True):
     for line, points in found.items():
       each = sorted(points.values(), key=lambda p: p["retrieved"]["mean"])
       middle = [p[name]["mean"] for p in each]
       low, high = ([abs(p[name][end] - p[name]["mean"]) for p in each] for end in ("low", "high"))
       x = [p["retrieved"]["mean"] for p in each]
-      axes.errorbar(x, middle, (low, high), marker="o", capsize=3, label=line)
-    axes.set_xlabel(f"ρ̂, share of retrievals\n{_visited(found)}", fontsize="small")
-    axes.set_ylabel(label)
+      label = f"{line}: {_visited(points)} tokens a head"
+      axes.errorbar(x, middle, (low, high), marker="o", capsize=3, label=label)
+    axes.set_xlabel("ρ̂, share of retrievals")
+    axes.set_ylabel(words)
     axes.set_xlim(0, 1.03)
     axes.spines[["top", "right"]].set_visible(False)
-  panels[0].legend(frameon=False)
+  lines = panels[0].get_legend_handles_labels()
+  figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
   figure.suptitle(title)
   return figure
 
 
-def _visited(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-  """Tokens that the lines attended to, in words."""
-  spans = []
-  for line, points in found.items():
-    tokens = [p["visited"]["mean"] for p in points.values()]
-    low, high = f"{min(tokens):.1f}", f"{max(tokens):.1f}"
-    spans.append(f"{line}: {low if low == high else f'{low} to {high}'}")
-  return f"tokens a head: {'; '.join(spans)}"
+def _visited(points: dict[str, dict[str, Any]]) -> str:
+  """Tokens that a line attended to, the fewest and the most."""
+  tokens = [p["visited"]["mean"] for p in points.values()]
+  low, high = f"{min(tokens):.1f}", f"{max(tokens):.1f}"
+  return low if low == high else f"{low} to {high}"
 
 
 def main(args: Args) -> None:
@@ -266,13 +273,18 @@ def main(args: Args) -> None:
   def measured(words: str) -> Found:
     return text(model, args, sheets.tokens(tokenizer, words, count), cut)
 
+  def keep() -> None:
+    sheets.write(path, {**facts, "retrieved_tokens": cut, "texts": texts})
+
   if not cut:
     print(f"{FITTING.about}, {count:,} tokens, to cut CIS on")
     measured(" ".join(FITTING.words(count)))
+    keep()
   for start in args.starts:
     if start not in texts:
       print(f"{start}, {count:,} tokens")
       texts[start] = measured(sheets.words(start, count))
+      keep()
   found = summary(list(texts.values()))
   n = (
     f"{len(texts)} text(s) x {model.config.layers} layers x {model.config.kv_heads} KV heads "

@@ -173,6 +173,9 @@ ARTS = " ".join(
     "art:relative=True,sinks=4,margin=16,tau=0.02",
   ]
 )
+# CPE as it is without settings, and with one cosine for a group, with and without neighbours; τ was
+# named before it was measured.
+CPES = "cpe cpe:agree=mean,tau=0.8 cpe:agree=mean,tau=0.8,radius=0"
 STUDY = "--checkpoint {checkpoint} --length"
 LAYERS = " ".join(map(str, range(28)))
 
@@ -250,6 +253,12 @@ REAL = {
     f"--memory 14 --trace 8 --methods {ARTS}",
   ),
   "speed_32K_art": speed("32K_art", f"--lengths 32768 --batches 8 --methods {ARTS}"),
+  "real_32K_cpe": real(
+    "32K_cpe",
+    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 30 "
+    f"--memory 14 --trace 8 --budgets 4096 --methods {CPES}",
+  ),
+  "speed_32K_cpe": speed("32K_cpe", f"--lengths 32768 --batches 8 --budgets 4096 --methods {CPES}"),
   "real_heads": Step(
     "kvjax.programs.retrieval_heads {out}/real_heads.json --pattern {out}/real_gates.tsv "
     f"{STUDY} 2048"

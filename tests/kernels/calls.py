@@ -239,14 +239,15 @@ def select_calls(kind: str) -> Calls:
 
 
 def cis_calls(kind: str) -> Calls:
-  """CIS's decision and list, per KV head and per query head."""
-  for batch, heads, groups, units, k, slots in (
-    (1, 8, 4, 1, 432, 131072),
-    (1, 8, 4, 4, 432, 131072),
-    (16, 32, 1, 1, 88, 4096),
+  """CIS's decision and list, per KV head, per query head, and by a group's mean query."""
+  for batch, heads, groups, judged, units, k, slots in (
+    (1, 8, 4, 4, 1, 432, 131072),
+    (1, 8, 4, 4, 4, 432, 131072),
+    (1, 2, 6, 1, 1, 432, 32768),
+    (16, 32, 1, 1, 1, 88, 4096),
   ):
     row, block = (batch, heads), (batch, heads, 16)
-    shapes = [of((*row, groups, 128), bf16), floats(*block, groups, 128)]
+    shapes = [of((*row, groups, 128), bf16), floats(*block, judged, 128)]
     shapes += [ints(*block, units), *[ints(batch)] * 2]
     run = functools.partial(anchors.anchors, tau=0.8, first=narrowed)
     yield f"anchors-{heads}x{units}", run, shapes
@@ -266,8 +267,8 @@ def cis_calls(kind: str) -> Calls:
       partial = [floats(*row, groups, size) for size in (slots, 65, 65)]
       yield f"weighed-{heads}x{units}", run, [partial, *fused[1:]]
     shapes = [of((batch,), bool), floats(*row, groups), ints(*row)]
-    shapes += [floats(*row, groups, 128), unit, unit, fresh, floats(*fresh.shape)]
-    shapes += [floats(*block, groups, 128), ints(*block, units)]
+    shapes += [floats(*row, judged, 128), unit, unit, fresh, floats(*fresh.shape)]
+    shapes += [floats(*block, judged, 128), ints(*block, units)]
     shapes += [ints(*block, units, k + 2 * (k // 3)), ints(batch)]
     run = functools.partial(note.note, sinks=16, heaviest=k // 3, radius=1)
     yield f"note-{heads}x{units}", run, shapes

@@ -29,10 +29,14 @@ from tests.kernels.listed import tokens_of
   [
     (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, radius=2, m=4), 3),
     (CIS(k=9, sinks=0, local=4, block=4, tau=0.7, radius=1), 1),
+    (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, radius=0, agree="mean"), 3),
+    (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, agree="mean"), 2),
+    (CIS(k=9, sinks=0, local=4, block=4, tau=0.7, agree="mean"), 1),
     (CIS(k=5, sinks=1, local=2, block=5, tau=0.75, per="query_head"), 3),
     (CIS(k=7, sinks=0, local=3, block=4, tau=0.7, radius=2, per="query_head"), 2),
     (PSAW(CIS(k=6, sinks=2, local=3, block=5, tau=0.75, m=6), sinks=2, phi=0.4), 3),
     (PSAW(CIS(k=6, sinks=2, local=3, block=4, tau=0.7), sinks=2, phi=0.4), 1),
+    (PSAW(CIS(k=6, sinks=2, local=3, block=4, tau=0.7, agree="mean"), sinks=2, phi=0.4), 3),
   ],
 )
 def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
@@ -72,11 +76,11 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
   assert shared > 20
 
 
-@pytest.mark.parametrize("units", [1, 3])
-def test_logits_of_those_that_look(units):
+@pytest.mark.parametrize("units, judged", [(1, 3), (3, 3), (1, 1)])
+def test_logits_of_those_that_look(units, judged):
   """The first step of a block shares with none: all keys are scored, as alone."""
   q, k = (jax.random.normal(jax.random.key(n), (2, 2, n, 16)) for n in (3, 40))
-  queries, anchor = jnp.zeros((2, 2, 4, 3, 16)), jnp.zeros((2, 2, 4, units), jnp.int32)
+  queries, anchor = jnp.zeros((2, 2, 4, judged, 16)), jnp.zeros((2, 2, 4, units), jnp.int32)
   step, used = jnp.zeros(2, jnp.int32), jnp.array([40, 7])
   *_, logits, m, l = anchors(q, queries, anchor, step, used, tau=0.8, keys=(k, used))
   want = key_logits(q, k, step[:, None], used[:, None], used[:, None])

@@ -50,6 +50,7 @@ CASES = {
   "far neighbours": (CIS(k=6, sinks=2, local=3, block=5, tau=0.75, radius=2, m=4), None),
   "query heads": (CIS(k=40, sinks=1, local=2, block=5, tau=0.75, per="query_head"), 2.0),
   "window": (PSAW(CIS(k=6, sinks=2, local=3, block=4, tau=0.7), sinks=2, phi=0.4), None),
+  "mean": (CIS(k=9, sinks=0, local=4, block=4, tau=0.7, agree="mean"), None),
   "cpe": (CPE(k=6, sinks=2, local=3, block=5, tau=0.75, phi=0.5), None),
 }
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, Env, Linear, Rope
+from kvjax import CIS, CacheSpec, Env, Linear, Rope
 from kvjax.methods.cis.retrieval import distinct
 from kvjax.testing.layer import Stream
 from tests.cis_oracle import Planned, follow, wandering
@@ -44,6 +44,8 @@ def test_worked_example():
     CIS(k=7, sinks=0, local=1, block=16, tau=0.6, radius=3, m=7),
     CIS(k=4, sinks=3, local=6, block=8, tau=0.9, radius=0),
     CIS(k=30, sinks=1, local=2, block=3, m=0),
+    CIS(k=9, sinks=2, local=4, block=5, agree="mean"),
+    CIS(k=7, sinks=0, local=1, block=16, tau=0.6, radius=0, agree="mean"),
   ],
 )
 def test_sets_and_outputs_over_a_generation(method):
@@ -53,6 +55,44 @@ def test_sets_and_outputs_over_a_generation(method):
   assert (ratio > 1 / method.block).all() and (ratio < 1).all()
   assert retrieved[:: method.block].all()  # the first of every block
   assert len(np.unique(retrieved.reshape(40, -1), axis=1).T) > 2  # heads decide on their own
+
+
+def turned(agree, heads):
+  """Who retrieves of two steps, between which the first `heads` of three query heads turn round.
+
+  The queries lie in a pair of channels that hardly turns; norms differ by head.
+  """
+  stream = Stream.random(8, batch=1, kv_heads=1, groups=3, tokens=20)
+  stream.q[:] = np.where(np.arange(16) == 7, 1.0, 0.0) * np.array([100.0, 1.0, 0.01])[:, None, None]
+  stream.q[:, :, :heads, 16:] *= -1
+  layer = begun(CIS(k=4, sinks=1, local=2, block=8, agree=agree), stream, [15])
+  return [bool(layer.decode([15 + step])[1]["retrieved"][0, 0]) for step in range(2)]
+
+
+@pytest.mark.parametrize("heads, all_agree, mean_agrees", [(0, 1, 1), (1, 0, 1), (2, 0, 0)])
+def test_the_mean_decides_for_a_group(heads, all_agree, mean_agrees):
+  """Of ±1 the mean keeps its direction while one of three has turned, be it the largest."""
+  assert turned("all", heads) == [True, not all_agree]
+  assert turned("mean", heads) == [True, not mean_agrees]
+
+
+def test_the_mean_of_one_head_is_that_head():
+  stream = wandering(1, tokens=50, groups=1)
+  one, other = (
+    follow(CIS(k=9, sinks=2, local=4, block=5, agree=agree), stream, [29, 8], 20)
+    for agree in ("all", "mean")
+  )
+  np.testing.assert_array_equal(one, other)
+
+
+def test_the_mean_takes_a_group_that_decides_as_one():
+  with pytest.raises(ValueError, match=r"CIS.agree: found 'mean', expected 'all' where per is"):
+    CIS(per="query_head", agree="mean")
+  with pytest.raises(ValueError, match=r"CIS.agree: found 'most', expected 'all' or 'mean'"):
+    CIS(agree="most")
+  spec = CacheSpec(2, 30, 2, 3, 16, 1)
+  held = {agree: CIS(agree=agree).leaves(spec, 0)["queries"].shape for agree in ("all", "mean")}
+  assert held == {"all": (16, 3, 16), "mean": (16, 1, 16)}
 
 
 @pytest.mark.slow

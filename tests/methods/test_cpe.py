@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import CIS, CPE, ETF, PSAW
+from kvjax.methods import labels
 from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run
 from tests import decoder_oracle
 from tests.cis_oracle import Oracle, follow, wandering
@@ -18,7 +19,7 @@ STEPS = 12
 
 
 def parts(c):
-  cis = CIS(c.k, c.sinks, c.local, c.block, c.tau, c.radius, c.m, c.per)
+  cis = CIS(c.k, c.sinks, c.local, c.block, c.tau, c.radius, c.m, c.per, c.agree)
   window = {"sinks": c.sinks, "phi": c.phi, "alpha": c.alpha, "start": c.start}
   freeze = {"sinks": c.sinks, "psi": c.psi, "gamma": c.gamma, "start": c.start, "kv": c.kv}
   return cis, window, freeze
@@ -46,7 +47,8 @@ def test_each_of_the_three_has_an_effect():
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
-  "change", [{}, {"per": "query_head", "tau": 0.3}, {"kv": "project", "radius": 2}]
+  "change",
+  [{}, {"per": "query_head", "tau": 0.3}, {"kv": "project", "radius": 2}, {"agree": "mean"}],
 )
 def test_a_whole_decoder(change):
   """Prompt and decoded tokens of two rows: windows, frozen tokens and shared sets at once."""
@@ -102,3 +104,10 @@ def test_defaults_and_presets():
   assert CPE.preset(512, matched=True).base.base.base.k == 388
   assert dataclasses.replace(CPE(), psi=1.0).base.base.psi == 1.0
   assert "base" not in repr(CPE())
+
+
+def test_a_label_names_the_rule_of_groups():
+  method = labels.instance("cpe:agree=mean,tau=0.7", 512)
+  assert method == CPE(agree="mean", tau=0.7) and method.base.base.base.agree == "mean"
+  with pytest.raises(ValueError, match=r"CPE: CIS.agree: found 'mean', expected 'all' where per"):
+    CPE(per="query_head", agree="mean")

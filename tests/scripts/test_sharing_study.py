@@ -104,11 +104,24 @@ def test_students_interval_by_hand():
 
 def test_points_table_and_picture(tmp_path):
   lines = study.settings(study.Args(tmp_path, budget=64, blocks=(8,)))
-  assert {line: len(at) for line, at in lines.items()} == {"CIS, s = 8": 4, "HShare": 6}
+  counts = {line: len(at) for line, at in lines.items()}
+  assert counts == {
+    "CIS, s = 8": 4,
+    "CIS, s = 8, mean": 3,
+    "CIS, s = 8, r = 0": 2,
+    "CIS, s = 8, mean, r = 0": 3,
+    "HShare": 6,
+  }
+  assert lines["CIS, s = 8, mean, r = 0"]["τ = 0.8"] == dataclasses.replace(
+    kvjax.settings.example(kvjax.CIS, 64), block=8, tau=0.8, radius=0, agree="mean"
+  )
   made = study.summary([found(0.1), found(0.2)])
   text = study.table(made)
   assert text.count("HShare  ") == 2 and "127.5 [127.5, 127.5]" in text
-  assert study._visited(made) == "tokens a head: CIS: 127.5; HShare: 128.0"
+  assert study._visited(made["CIS"]) == "127.5"
+  assert study._visited({"0": {"visited": {"mean": 2.0}}, "1": {"visited": {"mean": 1.0}}}) == (
+    "1.0 to 2.0"
+  )
   sheets.write(tmp_path / "picture.png", study.draw(made, "tiny"))
   assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -152,6 +165,27 @@ def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
   assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.25)
   study.main(dataclasses.replace(args, steps=4))  # other settings: all of it anew
   assert calls == [32, 32, 32, 28, 28]
+
+
+def test_a_run_that_ends_early_goes_on_after_its_last_text(monkeypatch, tmp_path):
+  calls = []
+
+  def measure(model, args, ids, cut):
+    calls.append(ids)
+    if len(calls) == 3:
+      raise KeyboardInterrupt
+    cut.setdefault("CIS", {"0": 70})
+    return found(0.1)
+
+  monkeypatch.setattr(study, "text", measure)
+  monkeypatch.setattr(study.common, "load_model", lambda _: (model(), Bytes()))
+  starts = "1862-Lincoln-1", "1934-Roosevelt-1"
+  args = study.Args(tmp_path, length=24, steps=8, starts=starts)
+  with pytest.raises(KeyboardInterrupt):
+    study.main(args)
+  study.main(args)
+  assert len(calls) == 4 and (calls[2] == calls[3]).all()  # the second text, and no other
+  assert list(json.loads((tmp_path / "sharing.json").read_text("utf-8"))["texts"]) == list(starts)
 
 
 def test_cis_is_cut_on_a_text_that_is_not_measured(monkeypatch, tmp_path):

@@ -38,10 +38,12 @@ class CIS(Method):
 
   LLaMA-2-7B, on which the paper measures sharing, has no query groups. Here, with per="kv_head",
   the weights of a KV head are averaged over its query heads, and it shares only if the cosines of
-  all of them with the same earlier query exceed τ. With per="query_head" every query head retrieves
-  and shares on its own, as in the paper; but a KV head reads one list of slots for all its query
-  heads, so each of them attends to the union of what they chose, and the list is up to G times as
-  long. With G = 1 the two are one.
+  all of them with the same earlier query exceed τ. With agree="mean" one cosine decides, that of
+  the group's mean query, the mean of its queries at norm 1: a head that has turned away alone
+  does not make its group retrieve. With per="query_head" every query head retrieves and shares on
+  its own, as in the paper; but a KV head reads one list of slots for all its query heads, so each
+  of them attends to the union of what they chose, and the list is up to G times as long. With G = 1
+  all of these are one.
 
   Attributes:
     k: tokens retrieved from the middle.
@@ -52,6 +54,7 @@ class CIS(Method):
     radius: r, distance up to which neighbours are added.
     m: heaviest tokens of a shared retrieval that gain neighbours; None: ⌊k/3⌋.
     per: "kv_head" or "query_head".
+    agree: what decides for a group: the cosines of "all" its queries, or that of their "mean".
   """
 
   k: int = least(1, 432)
@@ -62,9 +65,12 @@ class CIS(Method):
   radius: int = least(0, 1)
   m: int | None = None
   per: str = one_of(("kv_head", "query_head"), "kv_head")
+  agree: str = one_of(("all", "mean"), "all")
 
   def __post_init__(self):
     expect(self, "m", self.m is None or 0 <= self.m <= self.k, f"0 to k = {self.k}")
+    alone = self.per == "query_head"
+    expect(self, "agree", not alone or self.agree == "all", "'all' where per is 'query_head'")
 
   @classmethod
   def preset(cls, budget: int, matched: bool = False, **changes: Any) -> "CIS":
@@ -96,16 +102,18 @@ class CIS(Method):
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     """Queries of the current block, whose retrieval each used, and the retrievals.
 
-    U = 1 decision per KV head, or one per query head. Retrievals are dilated, as they are shared;
-    steps that shared have none of their own, and hold anything.
+    U = 1 decision per KV head, or one per query head; of a group whose mean decides, the mean alone
+    is held. Retrievals are dilated, as they are shared; steps that shared have none of their own,
+    and hold anything.
     """
     units = 1 if self.per == "kv_head" else spec.groups
+    judged = 1 if self.agree == "mean" else spec.groups
     of = partial(Leaf, in_place=True)
     # No more than there are tokens, and neighbours after the newest.
     wide = self.block, units, min(self._widest, spec.capacity + self.radius)
     return {
       **super().leaves(spec, layer),
-      "queries": of("heads", (self.block, spec.groups, spec.head_dim)),  # of norm 1
+      "queries": of("heads", (self.block, judged, spec.head_dim)),  # of norm 1
       "anchor": of("heads", (self.block, units), jnp.int32),  # step of the block
       "retrieved": of("heads", wide, jnp.int32, -1),  # −1 = none, at the end
       "step": of("rows", (), jnp.int32),  # step within the block

@@ -1,9 +1,10 @@
 """Similarity criteria: a query shares with the latest one alike of its block (PrHS, §IV-A b).
 
-On the heads shelf a cache holds what is known of the block: "queries" [B, K, s, G, H] of norm 1,
+On the heads shelf a cache holds what is known of the block: "queries" [B, K, s, J, H] of norm 1,
 "anchor" [B, K, s, U], the step whose retrieval each used, and "retrieved" [B, K, s, U, W], dilated,
 −1 = none, at the end; and on the rows shelf "step" [B], this one's. A KV head decides as one
-(U = 1), or each of its query heads for itself (U = G).
+(U = 1), or each of its query heads for itself (U = G). Queries are compared head by head (J = G),
+or the mean of a group's (J = 1).
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ class Choice(NamedTuple):
   """Choice of a step's queries: with whom they share.
 
   Attributes:
-    query: float32 [B, K, G, H], q at norm 1.
+    query: float32 [B, K, J, H], what is compared, at norm 1.
     anchor: int32 [B, K, U], the step of the block whose retrieval is used: this one's where a unit
       retrieves.
     retrieves: int32 [B, K, U], 1 where a unit shares with none.
@@ -37,7 +38,9 @@ def share(cache: Cache, q: Float[Array, "B K G H"], tau: float) -> Choice:
   """The latest earlier query j of the block with sim(i, j) > τ, and whose retrieval it used."""
   query, step = _unit(q), cache.rows["step"][:, None, None]
   queries, anchors, _ = (cache.heads[name] for name in HELD)
-  similarity = (query[:, :, None] * queries).sum(-1)  # Eq. 12, [B, K, s, G]
+  if queries.shape[3] < q.shape[2]:
+    query = _unit(query.mean(2, keepdims=True))  # Σ_g q_g/‖q_g‖, at norm 1
+  similarity = (query[:, :, None] * queries).sum(-1)  # Eq. 12, [B, K, s, J]
   alike = jnp.minimum(similarity, 1.0) > tau  # rounding must not let 1 exceed τ = 1
   if anchors.shape[3] < q.shape[2]:
     alike = alike.all(-1, keepdims=True)

@@ -5,6 +5,8 @@ import re
 
 from kvjax.programs.evals.task import Row
 
+PATIENCE = 60  # seconds for a formula: in math-verify's 5 a busy machine may not even be loaded
+
 # ---- strings
 
 
@@ -157,8 +159,8 @@ def _same_value(reference: str, said: str) -> bool:
       "the package math-verify (a metric) is not installed: pip install 'kvjax[benchmarks]'"
     ) from error
 
-  sides = (math_verify.parse(f"${formula}$") for formula in (reference, said))
-  return bool(math_verify.verify(*sides))
+  sides = [math_verify.parse(f"${x}$", parsing_timeout=PATIENCE) for x in (reference, said)]
+  return bool(math_verify.verify(*sides, timeout_seconds=PATIENCE))
 
 
 # ---- InfiniteBench's and LongBench v2's own

@@ -9,10 +9,11 @@ divide by what was not steady; tables (`cells`) take nothing without a source.
 import importlib
 from collections.abc import Callable
 
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import Results
+from scripts.tools.tablemakers.records import Figure, Number, Part, Record
+from scripts.tools.tablemakers.results import GPU, H100, Case, Named, Results
 
-__all__ = ["DOCUMENTS", "Results", "maker"]
+__all__ = ["DOCUMENTS", "GPU", "H100", "maker"]
+__all__ += ["Case", "Figure", "Named", "Number", "Part", "Record", "Results"]
 
 _PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
 _PAGES += ("selection", "codes", "beside")

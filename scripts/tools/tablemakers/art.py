@@ -4,39 +4,22 @@ import functools
 import re
 from typing import Any
 
-from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, figure, longer, median, own, say
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import Case, Named, Results
-from scripts.tools.tablemakers.timings import Ratio, gain
+from scripts.tools.tablemakers import Case, Named, Part, Results, cells
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
+from scripts.tools.tablemakers.timings import gain
 
 DECODE = "dense decode|sparse decode"
-
-
-def _slower(figure: str) -> cells.Column:
-  """By how many percent a walk without an end is slower, with its 95 % interval."""
-
-  def show(case: Case) -> str:
-    text = say("{:+.2f} % [{:+.2f}, {:+.2f}]", *case.figures[figure])
-    beside = cells.timed(case, DECODE)
-    return say("{}", Ratio(text, beside)) if beside else text
-
-  return show
-
+SLOWER = "{:+.2f} % [{:+.2f}, {:+.2f}]"  # with its 95 % interval
 
 # Walks without an end, beside dense or sparse decode and the same walk when it does not look.
-endless = cells.cases(
-  "art",
-  "^p=inf",
+endless = Cases("art", "^p=inf").table(
   ("ART, no stops", own("ART, p = inf")),
   ("dense or sparse decode", median(DECODE)),
-  ("slower by", _slower("over decode, %")),
-  ("slower than ART that does not look by", _slower("over not looking, %")),
+  ("slower by", figure("over decode, %", SLOWER, DECODE)),
+  ("slower than ART that does not look by", figure("over not looking, %", SLOWER, DECODE)),
 )
 # Walks that end: their splits, and the shares of the tiles that are visited and loaded.
-stopping = cells.cases(
-  "art",
-  r"^decay \S+ \S+ 8x4$|^recorded$",
+stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
   ("splits", figure("splits", "{:.0f}")),
   ("visited", figure("visited", "{:.0%}")),
   ("loaded", figure("loaded", "{:.0%}")),
@@ -50,9 +33,7 @@ stopping = cells.cases(
   ),
 )
 # One walk a KV head, read by many programs.
-shared = cells.cases(
-  "art",
-  "^lone",
+shared = Cases("art", "^lone").table(
   ("ART", own("ART")),
   ("without an end", median("ART, p = inf")),
   ("dense decode", median("dense decode")),
@@ -76,9 +57,7 @@ def _allowed(name: str = "") -> cells.Column:
 
 
 # Every base and shape that was run.
-steps = cells.cases(
-  "art_e2e",
-  "^(?!known)",
+steps = Cases("art_e2e", "^(?!known)").table(
   ("base", _allowed()),
   ("ART, τ = 1e-5", _allowed("ART 1e-5")),
   ("ART, τ = 0.01", _allowed("ART 1e-2")),

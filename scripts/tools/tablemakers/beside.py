@@ -6,9 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
-from scripts.tools.tablemakers import cells, scored
-from scripts.tools.tablemakers.records import Figure, Part, Record
-from scripts.tools.tablemakers.results import Results
+from scripts.tools.tablemakers import Figure, Part, Record, Results, cells, scored
 
 FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
 LIMITS = "limits.json"

@@ -2,16 +2,13 @@
 
 import functools
 import operator
-import re
 import string
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from scripts.tools.tablemakers import records, timings
-from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, records, timings
 from scripts.tools.tablemakers.timings import Ratio, gain, over
 
 Column = Callable[[Case], str]
@@ -72,14 +69,6 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
   return part if part.rows else Part()
 
 
-def described(
-  rows: Iterable[Any], *columns: tuple[str, str | Callable[[Any], Any]], labels: int = 1
-) -> Part:
-  """The same of records: of each column its name, and a field or what makes its cell."""
-  cells = ([of(x) if callable(of) else x.get(of) for _, of in columns] for x in rows)
-  return table([head for head, _ in columns], cells, labels)
-
-
 def framed(rows: Iterable[dict[str, Any]], labels: int = 1) -> Part:
   """The same of rows by their columns; what a row lacks is a dash."""
   frame = pd.DataFrame(list(rows), dtype=object)
@@ -117,28 +106,26 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 # ---- tables with a row a case
 
 
-def cases(
-  suite: str | None,
-  pattern: str,
-  *columns: tuple[str, Column],
-  card: str = GPU,
-) -> Callable[..., Part]:
-  """A maker of such a table from the cases of a suite whose names have the pattern, by their names.
+class Cases(NamedTuple):
+  """The cases of a suite whose names have the pattern, on a card.
 
   A document names the suite where none is given, and else may name another card's folder.
   """
 
-  def make(results: Results, named: str = "") -> Part:
-    where = (suite, named or card) if suite else (named, card)
-    held = sorted(results.cases(where[0], pattern, where[1]), key=lambda case: in_order(case.name))
-    return described(held, ("", lambda case: case.name), *columns)
+  suite: str = ""
+  pattern: str = ""
+  card: str = GPU
 
-  return make
+  def table(self, *columns: tuple[str, Column]) -> Callable[..., Part]:
+    """A maker of a table with a row a case, by their names."""
 
+    def make(results: Results, named: str = "") -> Part:
+      suite, card = (self.suite, named or self.card) if self.suite else (named, self.card)
+      held = results.cases(suite, self.pattern, card)
+      rows = ([case.name, *(show(case) for _, show in columns)] for case in held)
+      return table(("", *(name for name, _ in columns)), rows)
 
-def in_order(name: str) -> list[tuple[int, str]]:
-  """Numbers in a name count as numbers."""
-  return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return make
 
 
 def timed(case: Case, names: str) -> timings.Timing | None:
@@ -182,10 +169,11 @@ def over_bytes(form: str = "{:.3f}") -> Column:
 
 
 def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
-  """A figure that the case says; if it is a ratio, to a reference."""
+  """A figure that the case says, or several; of a ratio, what it is to, if that was timed."""
 
   def show(case: Case) -> str:
-    number = case.figures[name]
-    return say(form, Ratio(number, took) if (took := timed(case, reference)) else number)
+    found = case.figures[name]
+    text = say(form, *(found if isinstance(found, list) else [found]))
+    return say("{}", Ratio(text, took)) if (took := timed(case, reference)) else text
 
   return show

@@ -15,9 +15,7 @@ from typing import Any
 import kvjax
 from kvjax import _public
 from kvjax.families.method import Method
-from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import Results
+from scripts.tools.tablemakers import Part, Results, cells
 
 CODE = pathlib.Path(kvjax.__file__).resolve().parent
 # Folders from the top down: each imports those below it, and none above.
@@ -123,12 +121,10 @@ def family(cls: type) -> str:
 
 def moves(results: Results) -> Part:
   """Every method, its family, and the moves that are not its family's."""
-  return cells.described(
-    kvjax.METHODS.items(),
-    ("method", lambda each: quoted(each[:1])),
-    ("family", lambda each: family(each[1])),
-    ("moves of its own", lambda each: quoted(own(each[1])) or "–"),
+  rows = (
+    [f"`{name}`", family(cls), quoted(own(cls)) or "–"] for name, cls in kvjax.METHODS.items()
   )
+  return cells.table(("method", "family", "moves of its own"), rows)
 
 
 def quoted(names: Iterable[str]) -> str:
@@ -174,5 +170,5 @@ def compositions(results: Results) -> Part:
   for name in kvjax.METHODS:
     if (bases := over(name)) is not None:
       rows.setdefault(tuple(bases), []).append(name)
-  columns = ("method", lambda row: quoted(row[1])), ("goes over", lambda row: quoted(row[0]))
-  return cells.described(rows.items(), *columns)
+  shown = ([quoted(names), quoted(bases)] for bases, names in rows.items())
+  return cells.table(("method", "goes over"), shown)

@@ -7,10 +7,8 @@ from scipy.stats import binomtest
 
 from kvjax.programs.evals import stats
 from scripts.studies.needle_recall import mean_recall
-from scripts.tools.tablemakers import cells
+from scripts.tools.tablemakers import GPU, H100, Figure, Number, Part, Record, Results, cells
 from scripts.tools.tablemakers.cells import longer, median, own, say
-from scripts.tools.tablemakers.records import Figure, Number, Part, Record
-from scripts.tools.tablemakers.results import GPU, H100, Results
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
 MAPS = 32  # that a case of `spans` divides

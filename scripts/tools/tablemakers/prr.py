@@ -1,9 +1,7 @@
 """PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
 
-from scripts.tools.tablemakers import cells, real
-from scripts.tools.tablemakers.cells import faster, figure, median, own, say
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import GPU, H100, Case, Results
+from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells, real
+from scripts.tools.tablemakers.cells import Cases, faster, figure, median, own, say
 from scripts.tools.tablemakers.timings import Ratio, gain
 
 PEERS = "score + top_k, lax + FlashInfer block-sparse"  # one by one
@@ -20,9 +18,7 @@ def _hidden(case: Case) -> Ratio:
   return Ratio(first / parts.us, parts)
 
 
-layer = cells.cases(
-  "prr",
-  "^(8B|GLM-4-9B-like) ",
+layer = Cases("prr", "^(8B|GLM-4-9B-like) ").table(
   ("PRR", own("prr")),
   ("select first", median("serial")),
   ("gain", faster("prr", "serial")),
@@ -36,17 +32,13 @@ layer = cells.cases(
   ("of S2", faster("prr, S2", "serial")),
   ("over peers", faster("prr", PEERS, "{:.1f}")),
 )
-steps = cells.cases(
-  "e2e_sparse",
-  "^PRR ",
+steps = Cases("e2e_sparse", "^PRR ").table(
   ("select first", own("serial")),
   ("speed by the profile", faster("by profile", "serial", "{:.3f}")),
   ("speed at ρ = 1.25", faster("ρ = 1.25", "serial", "{:.3f}")),
   ("hit at ρ = 1.25", figure("hit, %", "{:.0f} %")),
 )
-calibration = cells.cases(
-  "prr",
-  "^calibration",
+calibration = Cases("prr", "^calibration").table(
   ("a layer's calibration", median("searched")),
   ("without the search", median("followed")),
 )
@@ -55,8 +47,7 @@ calibration = cells.cases(
 def blocks(results: Results) -> Part:
   """Attention over a list, times as fast as FlashInfer's block-sparse: the grid of Tab. 3."""
   rows: dict[str, dict[str, str]] = {}
-  found = results.cases("sparse", card=H100)
-  for case in sorted(found, key=lambda case: cells.in_order(case.name)):
+  for case in results.cases("sparse", card=H100):
     _, unit, _, budget = case.name.split()
     shown = faster("kvjax", "FlashInfer block-sparse")(case)
     rows.setdefault(budget, {})[f"blocks of {unit}"] = shown

@@ -10,9 +10,7 @@ import pathlib
 import re
 
 from scripts.tools import tablemakers
-from scripts.tools.tablemakers import cells, records
-from scripts.tools.tablemakers.records import Figure, Part, Record
-from scripts.tools.tablemakers.results import Results
+from scripts.tools.tablemakers import Figure, Part, Record, Results, cells, records
 
 PAPERS = "papers.json"
 SHORT = pathlib.Path(__file__).with_name("short.md")

@@ -2,32 +2,24 @@
 
 import re
 
-from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, figure, longer, median, over_bytes, own, say
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import GPU, Case, Results
+from scripts.tools.tablemakers import GPU, Case, Part, Results, cells
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
 
 # ---- methods that read a part of the cache
 
-scores = cells.cases(
-  "select",
-  "^(Quest|InfLLM-v2) .* B1",
+scores = Cases("select", "^(Quest|InfLLM-v2) .* B1").table(
   ("kvjax", own()),
-  ("over the summaries' bytes at a read's bandwidth", over_bytes("{:.2f}")),
+  ("over the summaries' bytes at a read's bandwidth", cells.over_bytes("{:.2f}")),
   ("XLA", median("XLA")),
 )
-sparse = cells.cases(
-  "sparse",
-  "",
+sparse = Cases("sparse").table(
   ("kvjax", own()),
   ("over FlashInfer's paged decode", longer("kvjax", "FlashInfer paged")),
   ("times as fast as its block-sparse", faster("kvjax", "FlashInfer block-sparse")),
 )
 # Whole steps beside the full cache's, or those of copies, and how much faster the bytes allow.
 BESIDE = "Full|copies"
-steps = cells.cases(
-  None,
-  "^(?!PRR|DuoAttention).*Llama",
+steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
   ("a step", own()),
   ("full cache, or copies", median(BESIDE)),
   ("times as fast", faster("kvjax", BESIDE)),
@@ -53,9 +45,7 @@ def _bandwidth(case: Case) -> str:
   return say("{:.2f}", case.bytes / took.rate / took.us)
 
 
-cpe = cells.cases(
-  "cpe",
-  "keys$",
+cpe = Cases("cpe", "keys$").table(
   ("tokens a head", figure("tokens a head", "{:.0f}")),
   ("CPE", own()),
   ("dense", median("dense decode")),
@@ -65,9 +55,7 @@ cpe = cells.cases(
   ("times as fast as flash", faster("kvjax", "torch flash")),
 )
 # Attention to a step's list alone, by how its tokens lie, beside dense decode over as many.
-cpe_alone = cells.cases(
-  "cpe",
-  "the list alone$",
+cpe_alone = Cases("cpe", "the list alone$").table(
   ("apart", own("apart")),
   ("in runs of 8", median("runs of 8")),
   ("in a row", median("in a row")),
@@ -80,18 +68,14 @@ cpe_alone = cells.cases(
 
 BASE = "dense decode|sparse decode"
 # Decode over codes, whole and listed, beside the same over bfloat16.
-codes = cells.cases(
-  "quantised",
-  r"^(listed )?int\d B",
+codes = Cases("quantised", r"^(listed )?int\d B").table(
   ("codes", own()),
   ("bfloat16", median(BASE)),
   ("times as fast", faster("kvjax", BASE)),
   ("share of read", faster("kvjax", "read")),
 )
 # Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV.
-per_head = cells.cases(
-  "per_head",
-  "",
+per_head = Cases("per_head").table(
   ("heads of 0.4 to 1.6", own("shared|kvjax")),
   ("equal heads", median("equal heads|SnapKV")),
   ("times as fast", faster("shared|kvjax", "equal heads|SnapKV")),
@@ -99,12 +83,9 @@ per_head = cells.cases(
 )
 
 
-# ---- LongFlow
+# ---- LongFlow: a layer's step, and whole answers
 
-# A layer's step.
-longflow = cells.cases(
-  "longflow",
-  "^step",
+longflow = Cases("longflow", "^step").table(
   ("LongFlow", own()),
   ("dense decode", median("dense decode")),
   ("over dense", longer("kvjax", "dense decode")),

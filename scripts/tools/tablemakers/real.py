@@ -8,10 +8,8 @@ from typing import Any
 from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import cells, scored
+from scripts.tools.tablemakers import GPU, Number, Part, Results, cells, scored
 from scripts.tools.tablemakers.cells import say
-from scripts.tools.tablemakers.records import Number, Part
-from scripts.tools.tablemakers.results import GPU, Results
 from scripts.tools.tablemakers.scored import View, called
 from scripts.tools.tablemakers.timings import Timing, over
 

@@ -18,6 +18,11 @@ H100 = "nvidia-h100-80gb-hbm3"
 T = TypeVar("T")
 
 
+def in_order(name: str) -> list[tuple[int, str]]:
+  """Numbers in a name count as numbers."""
+  return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+
+
 class Named(dict[str, T]):
   """Parts of a file by their names; what is missing is named."""
 
@@ -94,9 +99,9 @@ class Results:
     return store.read(path) if path.is_dir() else []
 
   def cases(self, suite: str, pattern: str = "", card: str = GPU) -> list[Case]:
-    """All of a file whose names have the pattern, in the file's order; at least one."""
+    """All of a file whose names have the pattern, by their names; at least one."""
     bench = self.bench(suite, card)
-    found = [case for name, case in bench.items() if re.search(pattern, name)]
+    found = [bench[name] for name in sorted(bench, key=in_order) if re.search(pattern, name)]
     if not found:
       raise ValueError(f"{bench.where}: found no case like {pattern!r} among {list(bench)}")
     return found

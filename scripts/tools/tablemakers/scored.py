@@ -8,9 +8,8 @@ from kvjax.programs.evals import store
 from kvjax.programs.evals.costs import Cost, Point
 from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
-from scripts.tools.tablemakers import cells, records
-from scripts.tools.tablemakers.records import Figure, Number, Record
-from scripts.tools.tablemakers.results import Named, Results, sourced
+from scripts.tools.tablemakers import Figure, Named, Number, Record, Results, cells, records
+from scripts.tools.tablemakers.results import sourced
 from scripts.tools.tablemakers.timings import Timing
 
 Cell = tuple[str, int, str, int | None]  # task, length, method, budget

@@ -5,10 +5,8 @@ from typing import Any
 
 from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import cells, real
+from scripts.tools.tablemakers import GPU, Number, Part, Results, cells, real
 from scripts.tools.tablemakers.cells import say
-from scripts.tools.tablemakers.records import Number, Part
-from scripts.tools.tablemakers.results import GPU, Results
 from scripts.tools.tablemakers.scored import called, of_task, summary, views
 
 

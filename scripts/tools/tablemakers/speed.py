@@ -1,16 +1,13 @@
 """Times of dense decode, steps and prompts, on one device and on several, beside bounds."""
 
-from scripts.tools.tablemakers import cells
-from scripts.tools.tablemakers.cells import faster, figure, longer, median, over_bytes, own, say
-from scripts.tools.tablemakers.records import Part
-from scripts.tools.tablemakers.results import GPU, H100, Case, Results
+from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
+from scripts.tools.tablemakers.results import in_order
 from scripts.tools.tablemakers.timings import Timing, over
 
 # Of torch's SDPA the faster of its two layouts.
 CUDNN = "torch cuDNN|torch cuDNN (heads)"
-decode = cells.cases(
-  "decode",
-  "",
+decode = Cases("decode").table(
   ("kvjax", own()),
   ("share of read", faster("kvjax", "read")),
   ("over cuDNN", longer("kvjax", f"jax cuDNN|{CUDNN}")),
@@ -29,7 +26,7 @@ def cards(results: Results) -> Part:
     "over cuDNN": longer("kvjax", f"jax cuDNN|{CUDNN}"),
   }
   held = {name: results.bench("decode", card) for name, card in (("H200", GPU), ("H100", H100))}
-  names = sorted({case for bench in held.values() for case in bench}, key=cells.in_order)
+  names = sorted({case for bench in held.values() for case in bench}, key=in_order)
   rows = [
     [
       case,
@@ -41,43 +38,33 @@ def cards(results: Results) -> Part:
 
 
 # Whole steps on the H100.
-rows = cells.cases(
-  None, "", ("a step, 8B's shape", own()), ("× all bytes", over_bytes()), card=H100
-)
+rows = Cases(card=H100).table(("a step, 8B's shape", own()), ("× all bytes", cells.over_bytes()))
 # Requests of unequal answers, on the H100.
-batcher = cells.cases(
-  "batcher",
-  "",
+batcher = Cases("batcher", card=H100).table(
   ("live batch", own("Batcher")),
   ("batches that wait", median("waiting")),
   ("live over waiting", longer("Batcher", "waiting")),
   ("tokens a second over a full batch's", figure("of a full batch")),
-  card=H100,
 )
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
-cuts = cells.cases("cuts", "", ("over the fastest cut", figure("over the fastest")), card=H100)
+cuts = Cases("cuts", card=H100).table(("over the fastest cut", figure("over the fastest")))
 
 
 # ---- whole steps
 
-
 # A token's time over matrix products and the bytes of keys and values, and beside peers.
-steps = cells.cases(
-  None,
-  "",
+steps = Cases().table(
   ("kvjax, a token", own()),
   ("over XLA's products + KV", figure("over XLA's products + KV", "{:.3f}", "products (XLA)")),
   ("over ours + KV", figure("over our products + KV", "{:.3f}", "products")),
-  ("over all bytes", over_bytes()),
+  ("over all bytes", cells.over_bytes()),
   ("PyTorch, compiled, CUDA graph", median("torch, CUDA graph")),
   ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
   ("transformers", median("transformers")),
   ("transformers over ours", faster("kvjax", "transformers")),
 )
 # `generate` and a loop of one's own, as a user calls them, over a loop on the device.
-generate = cells.cases(
-  "generate",
-  "",
+generate = Cases("generate").table(
   ("loop on the device, a token", own("loop")),
   ("`generate`", longer("generate", "loop", "{:.3f}")),
   ("streamed", longer("generate, streamed", "loop", "{:.3f}")),
@@ -118,9 +105,7 @@ def prompts(results: Results, name: str) -> Part:
   return cells.table((name, "time", f"over {reference}", *said.items()), rows)
 
 
-pieces = cells.cases(
-  "prefill",
-  "^top layer",
+pieces = Cases("prefill", "^top layer").table(
   ("in pieces", own()),
   ("dense", median("dense")),
   ("against dense", longer("kvjax", "dense")),
@@ -154,9 +139,7 @@ def _over_share(case: Case) -> str:
   return say("{:.2f}", over(several, share + reduces))
 
 
-gpus = cells.cases(
-  "scale",
-  "^(?!Llama-3.1-70B)",
+gpus = Cases("scale", "^(?!Llama-3.1-70B)").table(
   ("one", median("1 device")),
   ("several", own(SEVERAL)),
   ("times as fast", faster(SEVERAL, "1 device")),
@@ -175,9 +158,7 @@ def _over_least(case: Case) -> str:
   return say("{:.2f}", over(step, least + case.bytes / least.rate)) if least and step else "–"
 
 
-gpus_70b = cells.cases(
-  "scale",
-  "^Llama-3.1-70B",
+gpus_70b = Cases("scale", "^Llama-3.1-70B").table(
   ("a step", own(LARGE)),
   ("over bytes + all-reduces", _over_least),
   ("with ART", median("|".join(f"ART({name})" for name in LARGE.split("|")))),

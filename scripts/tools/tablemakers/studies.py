@@ -3,10 +3,8 @@
 from typing import Any
 
 from kvjax.programs.evals.stats import Estimate
-from scripts.tools.tablemakers import cells, records, scored
+from scripts.tools.tablemakers import Figure, Named, Part, Results, cells, records, scored
 from scripts.tools.tablemakers.cells import ends, say
-from scripts.tools.tablemakers.records import Figure, Part
-from scripts.tools.tablemakers.results import Named, Results
 
 
 def _study(results: Results, path: str) -> Named:

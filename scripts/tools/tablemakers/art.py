@@ -76,13 +76,10 @@ COUNT, SHARE = "{:,.0f}", "{:.1%}"
 def studies(results: Results, names: str) -> dict[str, Named]:
   """The studies whose files begin so, by tokens, tiles and order."""
   found = {}
-  for path in (results.folder / "art_study").glob(f"{names}*.json"):
-    file = path.relative_to(results.folder).as_posix()
-    held = results.json(file)
-    tile, tokens = map(int, re.findall(r"\d+", path.stem))
-    label = f"{tokens:,} tokens, tiles of {tile}, {held['order']}"
-    found[-tile, tokens, label] = results.study(file, held["walks"])
-  return {label: found[_, tokens, label] for _, tokens, label in sorted(found)}
+  for name, held in results.studies(f"art_study/{names}*.json").items():
+    tile, tokens = map(int, re.findall(r"\d+", name))
+    found[-tile, tokens, f"{tokens:,} tokens, tiles of {tile}, {held['order']}"] = held
+  return {key[-1]: found[key] for key in sorted(found)}
 
 
 def stops(results: Results, names: str) -> Part:
@@ -104,9 +101,7 @@ def stops(results: Results, names: str) -> Part:
 def orders(results: Results, names: str) -> Part:
   """Tiles that groups read step after step by test, order and margin, τ fitted elsewhere."""
   rows = []
-  for path in sorted((results.folder / "art_study").glob(f"{names}*.json")):
-    file = path.relative_to(results.folder).as_posix()
-    held = results.study(file, results.json(file)["walks"])
+  for held in results.studies(f"art_study/{names}*.json").values():
     text = held["about"]["text"].split()[-1]
     for rule, row in held["rules"].items():
       longer = row["longer"] if "margin" in rule else None

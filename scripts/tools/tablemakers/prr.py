@@ -93,8 +93,7 @@ def foresight(results: Results, model: str = "") -> Part:
   On the texts that α, β, γ were searched on, a step later.
   """
   file, names = HITS[model], BASES[model]
-  texts = results.json(file)["texts"].partition("(")[0].split(",")
-  study = results.study(file, len(texts))["bases"]
+  study = results.study(file)["bases"]
   bases = [study[name] for name in names.values()]
   again = (say("{:.0%}", base["last step's"]["reuse"]) for base in bases)
   rows = [["of a step's tiles, listed by the last one (its newest tile too)", *again]]

@@ -8,7 +8,7 @@ from typing import Any
 from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost, Point
 from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import GPU, Number, Part, Results, cells, scored
+from scripts.tools.tablemakers import GPU, Number, Part, Record, Results, cells, scored
 from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.scored import View, called
 from scripts.tools.tablemakers.timings import Timing, over
@@ -49,7 +49,11 @@ class Held:
     return [(view, board) for board in costs.boards([view.whole], self.costs)] if view else []
 
   def time(self, cost: Cost) -> Timing:
-    return scored.timed(cost, self.folder, self.device)
+    """A step of a method, with its line of speed.jsonl."""
+    names = ("method", "budget", "length", "batch")
+    place = tuple((name, getattr(cost, name)) for name in names)
+    record = Record(f"{self.folder}/speed.jsonl", place, self.device, cost.times)
+    return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)
 
   def shown(self, cost: Cost, full: Cost) -> dict[str, str | None]:
     """Of a step of the whole batch: tokens attended to, milliseconds, over the full cache's, GB."""

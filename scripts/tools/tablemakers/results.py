@@ -109,9 +109,16 @@ class Results:
   def json(self, path: str) -> Any:
     return json.loads((self.folder / path).read_text("utf-8"))
 
-  def study(self, path: str, n: int = 1) -> Any:
-    """A JSON file whose figures stand for so many walks or texts."""
+  def study(self, path: str) -> Named[Any]:
+    """A JSON file whose figures stand for its walks, or its texts; else for one run."""
     held = self.json(path)
+    texts = held.get("texts") or held.get("starts") or [path]
+    listed = texts.partition("(")[0].split(",") if isinstance(texts, str) else texts
     device = held.get("about", held).get("device", "cpu")
     card = "CPU" if device == "cpu" else device
-    return sourced(held, Record(path, ("all",), card, n))
+    return sourced(held, Record(path, ("all",), card, held.get("walks") or len(listed)))
+
+  def studies(self, pattern: str) -> dict[str, Named[Any]]:
+    """Those of a folder by their files' names, without the ending."""
+    found = sorted(self.folder.glob(pattern))
+    return {path.stem: self.study(path.relative_to(self.folder).as_posix()) for path in found}

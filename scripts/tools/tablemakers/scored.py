@@ -10,7 +10,6 @@ from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import Figure, Named, Number, Record, Results, cells, records
 from scripts.tools.tablemakers.results import sourced
-from scripts.tools.tablemakers.timings import Timing
 
 Cell = tuple[str, int, str, int | None]  # task, length, method, budget
 Row = Callable[[Standing], Sequence[Any]]  # the cells of a method
@@ -32,18 +31,19 @@ class View:
 
   def records(self, one: Standing, *tasks: str) -> records.Records:
     """Of a method's figures in some tasks."""
-    return tuple(self._record(one, task) for task in tasks)
-
-  def _record(self, one: Standing, task: str) -> Record:
-    place = (("task", task), ("length", self.whole.length), ("mode", self.whole.mode))
+    place = (("length", self.whole.length), ("mode", self.whole.mode))
     place += (("method", one.method), ("budget", one.budget))
-    prompts = one.prompts[task]
-    return Record(self.file, place, self.device, len(prompts), prompts)
+    asked = ((task, one.prompts[task]) for task in tasks)
+    return tuple(
+      Record(self.file, (("task", task), *place), self.device, len(prompts), prompts)
+      for task, prompts in asked
+    )
 
   def score(self, one: Standing, task: str, form: str = ".0f") -> str | None:
     """Percent in a task, with its interval; None where it was not asked."""
-    asked = task in one.tasks
-    return Figure(percent(one.tasks[task], form), self.records(one, task)) if asked else None
+    if task not in one.tasks:
+      return None
+    return Figure(percent(one.tasks[task], form), self.records(one, task))
 
   def mean(self, one: Standing) -> str | None:
     """Percent, the mean of the tasks that are compared."""
@@ -80,20 +80,10 @@ class View:
 
   def ranked(self, ones: Iterable[Standing], row: Row) -> list[Sequence[Any]]:
     """A row of each that has a mean, the largest first."""
-    return cells.ranked((self.value(one), row(one)) for one in ones if one.score)
-
-  def value(self, one: Standing) -> Number:
-    """The mean as a number to rank by."""
-    assert one.score
-    return Number(one.score.mean, *self.records(one, *self.whole.tasks))
-
-  def by_budget(self, row: Row) -> list[Sequence[Any]]:
-    """A row of each, ranked within its budget; the full cache first, then the least budget."""
-    budgets = sorted({one.budget for one in self.whole.by.values() if one.budget})
-    rows = [row(self.whole.full)]
-    for budget in budgets:
-      rows += self.ranked((x for x in self.whole.by.values() if x.budget == budget), row)
-    return rows
+    tasks = self.whole.tasks
+    return cells.ranked(
+      (Number(one.score.mean, *self.records(one, *tasks)), row(one)) for one in ones if one.score
+    )
 
 
 def views(
@@ -109,11 +99,6 @@ def views(
   packed = store.PACKED if (path / store.PACKED).is_file() else store.ROWS
   device = store.settings_of(path)["device"]
   return [View(whole, f"{folder}/{packed}", device) for whole in found]
-
-
-def of_task(results: Results, folder: str, task: str) -> list[View]:
-  """By length and mode, those of one task."""
-  return views(results, folder, lambda row: row["task"] == task)
 
 
 def summary(results: Results, path: str, card: str = "CPU") -> dict[Cell, Named]:
@@ -140,11 +125,3 @@ def interval(found: Estimate, form: str, unit: float = 1) -> str:
 
 def percent(found: Estimate, form: str = ".0f") -> str:
   return interval(found, form, 100)
-
-
-def timed(cost: Cost, folder: str, device: str) -> Timing:
-  """A step of a method, with its line of speed.jsonl."""
-  names = ("method", "budget", "length", "batch")
-  place = tuple((name, getattr(cost, name)) for name in names)
-  record = Record(f"{folder}/speed.jsonl", place, device, cost.times)
-  return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)

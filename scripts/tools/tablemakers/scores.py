@@ -7,13 +7,16 @@ from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import FULL, Standing
 from scripts.tools.tablemakers import GPU, Number, Part, Results, cells, real
 from scripts.tools.tablemakers.cells import say
-from scripts.tools.tablemakers.scored import called, of_task, summary, views
+from scripts.tools.tablemakers.scored import called, summary, views
 
 
 def task(results: Results, where: str) -> Part:
   """Methods on a folder's task, full first, then by budget and by what they find."""
   folder, _, name = where.partition(" ")
   sizes = cache_bytes(row for row in results.rows(folder) if row["task"] == name)
+  view, *_ = views(results, folder, lambda row: row["task"] == name) or [None]
+  if view is None:
+    return Part()
 
   def row(one: Standing) -> dict[str, Any]:
     size = Number(sizes[one.method, one.budget] / 1e6, *view.records(one, name))
@@ -21,8 +24,10 @@ def task(results: Results, where: str) -> Part:
     found |= {"right, %": view.score(one, name, ".1f"), "less full": view.gap(one)}
     return found | {"MB kept a row": say("{:.1f}", size)}
 
-  view, *_ = of_task(results, folder, name) or [None]
-  return cells.framed(view.by_budget(row)) if view else Part()
+  rows = [row(view.whole.full)]
+  for budget in sorted({one.budget for one in view.whole.by.values() if one.budget}):
+    rows += view.ranked((x for x in view.whole.by.values() if x.budget == budget), row)
+  return cells.framed(rows)
 
 
 def cache_bytes(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int | None], float]:

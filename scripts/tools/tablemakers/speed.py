@@ -2,7 +2,6 @@
 
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
 from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
-from scripts.tools.tablemakers.results import in_order
 from scripts.tools.tablemakers.timings import Timing, over
 
 # Of torch's SDPA the faster of its two layouts.
@@ -25,16 +24,12 @@ def cards(results: Results) -> Part:
     "of a read": faster("kvjax", "read"),
     "over cuDNN": longer("kvjax", f"jax cuDNN|{CUDNN}"),
   }
-  held = {name: results.bench("decode", card) for name, card in (("H200", GPU), ("H100", H100))}
-  names = sorted({case for bench in held.values() for case in bench}, key=in_order)
-  rows = [
-    [
-      case,
-      *(show(x[case]) if case in x else None for x in held.values() for show in columns.values()),
-    ]
-    for case in names
-  ]
-  return cells.table(("", *(f"{card}, {what}" for card in held for what in columns)), rows)
+  rows: dict[str, dict[str, str]] = {}
+  for card, folder in (("H200", GPU), ("H100", H100)):
+    for case in results.cases("decode", card=folder):
+      row = rows.setdefault(case.name, {"": case.name})
+      row |= {f"{card}, {what}": show(case) for what, show in columns.items()}
+  return cells.framed(rows.values())
 
 
 # Whole steps on the H100.

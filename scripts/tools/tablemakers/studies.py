@@ -6,12 +6,6 @@ from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import Figure, Named, Part, Results, cells, records, scored
 from scripts.tools.tablemakers.cells import ends, say
 
-
-def _study(results: Results, path: str) -> Named:
-  held = results.json(path)
-  return results.study(path, len(held.get("texts") or held["starts"]))
-
-
 # ---- selections that are shared
 
 SHARED = {
@@ -26,7 +20,7 @@ SHARED = {
 
 def sharing(results: Results, path: str) -> Part:
   """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
-  rows, study = [], _study(results, path)
+  rows, study = [], results.study(path)
   for line, points in study["found"].items():
     for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"]):
       rows.append([f"{line}, {name}", *(_within(point, column) for column in SHARED)])
@@ -47,7 +41,7 @@ def _within(point: Named, name: str) -> str:
 
 def certificates(results: Results, path: str) -> Part:
   """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
-  rows, study = [], _study(results, path)
+  rows, study = [], results.study(path)
   for row in study["rows"]:
     fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
     medians = map(row.get, ("bound_over_trivial", "actual_over_trivial"))

@@ -68,10 +68,10 @@ def _table(results: Results, folder: str, labels: Labels, columns: Columns) -> P
   return cells.table(head, rows, labels=1 + len(labels))
 
 
-def both(ours: str, theirs: str, form: str, unit: float = 1) -> Show:
+def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Show:
   """Two figures, or one where they read alike or there is one."""
   return lambda each: " / ".join(
-    dict.fromkeys(form.format(each[name] / unit) for name in (ours, theirs) if name in each)
+    dict.fromkeys(form(each[name]) for name in (ours, theirs) if name in each)
   )
 
 
@@ -80,11 +80,6 @@ def share(x: float) -> str:
   if x == 1:
     return "100 %"
   return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
-
-
-def _method(each: Mean) -> str:
-  method, comma, rest = each["method"].partition(",")
-  return f"`{method}`{comma}{rest}"
 
 
 def _part(each: Mean) -> str:
@@ -97,18 +92,22 @@ def kvpress(results: Results) -> Part:
   return _table(
     results,
     FOLDER,
-    {"method": _method, "kept": _part, "question": lambda each: MODES[each["mode"]]},
+    {
+      "method": lambda each: cells.method(each["method"]),
+      "kept": _part,
+      "question": lambda each: MODES[each["mode"]],
+    },
     [
       ("n", "n", lambda each: str(each["n"])),
-      ("tokens a head", "kept", both("kept", "kept_by_kvpress", "{:.0f}")),
+      ("tokens a head", "kept", both("kept", "kept_by_kvpress", "{:.0f}".format)),
       *((head, name, lambda x, name=name: share(x[name])) for head, name in SHARES.items()),
-      ("needle's tokens kept", NEEDLE[1], both(*NEEDLE, "{:.0f} %", 0.01)),
+      ("needle's tokens kept", NEEDLE[1], both(*NEEDLE, lambda x: f"{100 * x:.0f} %")),
       ("found by kvjax", "score", lambda each: scored.percent(each["score"])),
       ("by kvpress", SCORES[1], lambda each: scored.percent(each[SCORES[1]])),
       ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
       ("of it cached", "answer_kept", lambda each: f"{each['answer_kept']:.0%}"),
       ("logits apart", "logits_apart", lambda each: f"{each['logits_apart']:.0e}"),
-      ("MB", "bytes", both("bytes", "bytes_of_kvpress", "{:.2f}", 1e6)),
+      ("MB", "bytes", both("bytes", "bytes_of_kvpress", lambda x: f"{x / 1e6:.2f}")),
     ],
   )
 
@@ -120,10 +119,6 @@ def _layer(each: Mean) -> str:
   return f"{cells.span((100 * each['least'], 100 * each['most']), '{:.0f}')} %"
 
 
-def _found(each: Mean) -> str:
-  return " / ".join(dict.fromkeys(scored.percent(each[name]) for name in SCORES if name in each))
-
-
 def kvzip(results: Results) -> Part:
   """Needles found by kvpress, and by kvjax where both were asked."""
   return _table(
@@ -133,7 +128,7 @@ def kvzip(results: Results) -> Part:
     [
       ("a layer keeps", "least", _layer),
       ("needle's tokens kept", NEEDLE[1], lambda each: f"{each[NEEDLE[1]]:.0%}"),
-      ("found", SCORES[1], _found),
+      ("found", SCORES[1], both(*SCORES, scored.percent)),
       ("of fewer", "of_fewer", lambda each: share(each["of_fewer"])),
       ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
       ("n", "n", lambda each: str(each["n"])),

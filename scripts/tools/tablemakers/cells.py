@@ -2,16 +2,15 @@
 
 import functools
 import operator
+import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, records, timings
 from scripts.tools.tablemakers.timings import Ratio, gain, over
 
-Column = Callable[[Case], str]
+Column = Callable[[Case], Any] | str  # a cell of a case; a contender's name for its time
 
 
 def say(template: str, *parts: Any) -> Figure:
@@ -25,6 +24,11 @@ def say(template: str, *parts: Any) -> Figure:
     records.without_source(text)
   sources = (x for x in parts if isinstance(x, Figure) or not isinstance(x, str))
   return Figure(template.format(*parts), records.of(*sources))
+
+
+def method(name: str) -> str:
+  """A method as code, and what is said of its settings."""
+  return re.sub("^[^,]*", r"`\g<0>`", name)
 
 
 def listed(parts: Iterable[Any], between: str = ", ") -> Figure:
@@ -58,7 +62,7 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
   columns = [(column, "{}") if isinstance(column, str) else column for column in head]
   names = [name for name, _ in columns]
   part = Part([_line(names), "|" + "---|" * len(columns)])
-  for row in rows:
+  for row in map(list, rows):
     if len(row) != len(columns):
       raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
     shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
@@ -71,8 +75,9 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
 
 def framed(rows: Iterable[dict[str, Any]], labels: int = 1) -> Part:
   """The same of rows by their columns; what a row lacks is a dash."""
-  frame = pd.DataFrame(list(rows), dtype=object)
-  return table(frame.columns, frame.where(frame.notna(), None).itertuples(index=False), labels)
+  rows = list(rows)
+  head = list(dict.fromkeys(name for row in rows for name in row))
+  return table(head, (map(row.get, head) for row in rows), labels)
 
 
 def noted(part: Part, note: Figure) -> Part:
@@ -106,6 +111,11 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 # ---- tables with a row a case
 
 
+def cell(case: Case, column: Column) -> Any:
+  """What a column shows of a case; nothing of a contender that has no time."""
+  return timed(case, column) if isinstance(column, str) else column(case)
+
+
 class Cases(NamedTuple):
   """The cases of a suite whose names have the pattern, on a card.
 
@@ -122,7 +132,7 @@ class Cases(NamedTuple):
     def make(results: Results, named: str = "") -> Part:
       suite, card = (self.suite, named or self.card) if self.suite else (named, self.card)
       held = results.cases(suite, self.pattern, card)
-      rows = ([case.name, *(show(case) for _, show in columns)] for case in held)
+      rows = ([case.name, *(cell(case, column) for _, column in columns)] for case in held)
       return table(("", *(name for name, _ in columns)), rows)
 
     return make
@@ -143,19 +153,14 @@ def own(names: str = "kvjax") -> Column:
   return lambda case: say("{:**}", timed(case, names) or case.time(names))
 
 
-def median(names: str) -> Column:
-  """A contender's time; a dash where it has none."""
-  return lambda case: say("{}", took) if (took := timed(case, names)) else "–"
-
-
 def longer(
   mine: str, reference: str, form: str = "{:.2f}", how: Callable[..., Ratio] = over
 ) -> Column:
-  """Ratio of this time to the reference's; a dash where one has none."""
+  """Ratio of this time to the reference's, if both have one."""
 
-  def show(case: Case) -> str:
+  def show(case: Case) -> str | None:
     both = timed(case, mine), timed(case, reference)
-    return say(form, how(*both)) if all(both) else "–"
+    return say(form, how(*both)) if all(both) else None
 
   return show
 
@@ -168,12 +173,17 @@ def over_bytes(form: str = "{:.3f}") -> Column:
   return lambda case: say(form, (took := case.time("kvjax")).us * took.rate / case.bytes)
 
 
+def bandwidth(name: str) -> Column:
+  """Share of a read's bandwidth that a contender has."""
+  return lambda case: say("{:.2f}", case.bytes / (took := case.time(name)).rate / took.us)
+
+
 def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
   """A figure that the case says, or several; of a ratio, what it is to, if that was timed."""
 
-  def show(case: Case) -> str:
+  def show(case: Case) -> str | Ratio:
     found = case.figures[name]
     text = say(form, *(found if isinstance(found, list) else [found]))
-    return say("{}", Ratio(text, took)) if (took := timed(case, reference)) else text
+    return Ratio(text, took) if (took := timed(case, reference)) else text
 
   return show

@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 from kvjax.programs.evals import stats
 from scripts.studies.needle_recall import mean_recall
 from scripts.tools.tablemakers import GPU, H100, Figure, Number, Part, Record, Results, cells
-from scripts.tools.tablemakers.cells import longer, median, own, say
+from scripts.tools.tablemakers.cells import longer, own, say
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
 MAPS = 32  # that a case of `spans` divides
@@ -59,11 +59,10 @@ def parts(results: Results) -> Part:
 def prefetch(results: Results) -> Part:
   rows = []
   for label, suite in (("", "offload"), (", concurrent regions", "offload_graphs")):
-    case = results.bench(suite)["stream"]
     for mark in ("100K", "792K"):
-      chunk, ahead = f"chunk at {mark}", f"chunk at {mark}, ahead"
-      columns = (own(chunk), median(ahead), longer(ahead, chunk, "{:.3f}"))
-      row = (show(case) for show in (*columns, median(f"token at {mark}")))
+      chunk, token = f"chunk at {mark}", f"token at {mark}"
+      columns = own(chunk), f"{chunk}, ahead", longer(f"{chunk}, ahead", chunk, "{:.3f}"), token
+      row = (cells.cell(results.bench(suite)["stream"], column) for column in columns)
       rows.append([f"at {mark}{label}", *row])
   return cells.table(("four layers", "a chunk", "prefetch", "over without", "a token"), rows)
 
@@ -78,21 +77,17 @@ def needles(results: Results, folder: str) -> Part:
   """Right answers of all that were asked, and of those that everybody answered, of what was run."""
   if not (results.folder / folder / FILE).is_file():
     return Part()
-  held = results.json(f"{folder}/{FILE}")
-  about, answers = held["about"], {name: found for name, found in held["answers"].items() if found}
+  about, answers = _read(results, folder)
   kept = {name: found for name, found in answers.items() if not _withdrawn(name, about)}
   shared = set.intersection(*map(set, kept.values()))
   rows = []
-  for name in about["methods"]:
-    method, comma, rest = name.partition(",")
-    if name not in answers:
-      continue
+  for name in filter(answers.get, about["methods"]):
     row: list[Any] = ["withdrawn", *[None] * 4]
-    if name in kept:
-      record = _record(folder, name, kept[name])
-      row = [_right(record, kept[name], listed) for listed in (kept[name], shared)]
-      row += _retrieved(record, about, name, list(kept[name].values()))
-    rows.append([f"`{method}`{comma}{rest}", *row])
+    if found := kept.get(name):
+      record = _record(folder, name, found)
+      row = [_right(record, found, listed) for listed in (found, shared)]
+      row += _retrieved(record, about, name, list(found.values()))
+    rows.append([cells.method(name), *row])
   head = ["method", "right of answered", "right where all answered"]
   head += [("recall", "{:.3f}"), ("by chance", "{:.3f}"), "best layer"]
   return cells.table(head, rows)
@@ -103,8 +98,7 @@ def apart(results: Results, folder: str) -> Part:
 
   p is McNemar's exact test: that either finds what the other misses as often.
   """
-  held = results.json(f"{folder}/{FILE}")["answers"]
-  answers = {name: found for name, found in held.items() if found}
+  _, answers = _read(results, folder)
   mine, rows = answers.pop("ltri"), []
   record = _record(folder, "ltri", mine)
   for name, theirs in answers.items():
@@ -112,15 +106,15 @@ def apart(results: Results, folder: str) -> Part:
     only = [sum(pair == which for pair in both) for which in ((True, False), (False, True))]
     p = binomtest(only[0], max(1, sum(only))).pvalue
     sources = record, _record(folder, name, theirs)
-    method, comma, rest = name.partition(",")
-    rows.append([f"`{method}`{comma}{rest}", *(Number(x, *sources) for x in (*only, p))])
-  head = (
-    "beside `ltri`",
-    ("`ltri` alone", "{:.0f}"),
-    ("this one alone", "{:.0f}"),
-    ("p", "{:.1e}"),
-  )
-  return cells.table(head, rows)
+    rows.append([cells.method(name), *(Number(x, *sources) for x in (*only, p))])
+  head = ["beside `ltri`", *((f"{who} alone", "{:.0f}") for who in ("`ltri`", "this one"))]
+  return cells.table([*head, ("p", "{:.1e}")], rows)
+
+
+def _read(results: Results, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+  """What is said of a run, and the answers of each method that was asked."""
+  held = results.json(f"{folder}/{FILE}")
+  return held["about"], {name: found for name, found in held["answers"].items() if found}
 
 
 def _withdrawn(name: str, about: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
 
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells, real
-from scripts.tools.tablemakers.cells import Cases, faster, figure, median, own, say
+from scripts.tools.tablemakers.cells import Cases, faster, figure, own, say
 from scripts.tools.tablemakers.timings import Ratio, gain
 
 PEERS = "score + top_k, lax + FlashInfer block-sparse"  # one by one
@@ -20,14 +20,14 @@ def _hidden(case: Case) -> Ratio:
 
 layer = Cases("prr", "^(8B|GLM-4-9B-like) ").table(
   ("PRR", own("prr")),
-  ("select first", median("serial")),
+  ("select first", "serial"),
   ("gain", faster("prr", "serial")),
   ("if parts hid", lambda case: say("{:.2f}", _hidden(case))),
-  ("apart", median("speculate + score")),
-  ("side by side", median("speculate beside score")),
-  ("select", median("select")),
-  ("attend", median("attend")),
-  ("repair", median("repair")),
+  ("apart", "speculate + score"),
+  ("side by side", "speculate beside score"),
+  ("select", "select"),
+  ("attend", "attend"),
+  ("repair", "repair"),
   ("gain of S1", faster("prr, S1", "serial")),
   ("of S2", faster("prr, S2", "serial")),
   ("over peers", faster("prr", PEERS, "{:.1f}")),
@@ -39,8 +39,8 @@ steps = Cases("e2e_sparse", "^PRR ").table(
   ("hit at ρ = 1.25", figure("hit, %", "{:.0f} %")),
 )
 calibration = Cases("prr", "^calibration").table(
-  ("a layer's calibration", median("searched")),
-  ("without the search", median("followed")),
+  ("a layer's calibration", "searched"),
+  ("without the search", "followed"),
 )
 
 

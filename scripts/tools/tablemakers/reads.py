@@ -2,15 +2,15 @@
 
 import re
 
-from scripts.tools.tablemakers import GPU, Case, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
+from scripts.tools.tablemakers import GPU, Part, Results, cells
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
 
 # ---- methods that read a part of the cache
 
 scores = Cases("select", "^(Quest|InfLLM-v2) .* B1").table(
   ("kvjax", own()),
   ("over the summaries' bytes at a read's bandwidth", cells.over_bytes("{:.2f}")),
-  ("XLA", median("XLA")),
+  ("XLA", "XLA"),
 )
 sparse = Cases("sparse").table(
   ("kvjax", own()),
@@ -21,7 +21,7 @@ sparse = Cases("sparse").table(
 BESIDE = "Full|copies"
 steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
   ("a step", own()),
-  ("full cache, or copies", median(BESIDE)),
+  ("full cache, or copies", BESIDE),
   ("times as fast", faster("kvjax", BESIDE)),
   ("of what bytes allow", figure("of what bytes allow", "{:.3f}", BESIDE)),
   ("bytes allow", figure("bytes allow")),
@@ -39,28 +39,22 @@ def launches(results: Results) -> Part:
 
 # ---- CPE's step without groups, where retrievals are shared
 
-
-def _bandwidth(case: Case) -> str:
-  took = case.time("apart")
-  return say("{:.2f}", case.bytes / took.rate / took.us)
-
-
 cpe = Cases("cpe", "keys$").table(
   ("tokens a head", figure("tokens a head", "{:.0f}")),
   ("CPE", own()),
-  ("dense", median("dense decode")),
+  ("dense", "dense decode"),
   ("times as fast", faster("kvjax", "dense decode")),
   ("of the limit by bytes", figure("of the limit by bytes", reference="dense decode")),
-  ("torch flash SDPA", median("torch flash")),
+  ("torch flash SDPA", "torch flash"),
   ("times as fast as flash", faster("kvjax", "torch flash")),
 )
 # Attention to a step's list alone, by how its tokens lie, beside dense decode over as many.
 cpe_alone = Cases("cpe", "the list alone$").table(
   ("apart", own("apart")),
-  ("in runs of 8", median("runs of 8")),
-  ("in a row", median("in a row")),
-  ("dense decode over as many", median("dense decode")),
-  ("apart, of a read's bandwidth", _bandwidth),
+  ("in runs of 8", "runs of 8"),
+  ("in a row", "in a row"),
+  ("dense decode over as many", "dense decode"),
+  ("apart, of a read's bandwidth", cells.bandwidth("apart")),
 )
 
 
@@ -70,14 +64,14 @@ BASE = "dense decode|sparse decode"
 # Decode over codes, whole and listed, beside the same over bfloat16.
 codes = Cases("quantised", r"^(listed )?int\d B").table(
   ("codes", own()),
-  ("bfloat16", median(BASE)),
+  ("bfloat16", BASE),
   ("times as fast", faster("kvjax", BASE)),
   ("share of read", faster("kvjax", "read")),
 )
 # Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV.
 per_head = Cases("per_head").table(
   ("heads of 0.4 to 1.6", own("shared|kvjax")),
-  ("equal heads", median("equal heads|SnapKV")),
+  ("equal heads", "equal heads|SnapKV"),
   ("times as fast", faster("shared|kvjax", "equal heads|SnapKV")),
   ("where those share slots too", faster("shared", "equal heads, shared")),
 )
@@ -87,10 +81,10 @@ per_head = Cases("per_head").table(
 
 longflow = Cases("longflow", "^step").table(
   ("LongFlow", own()),
-  ("dense decode", median("dense decode")),
+  ("dense decode", "dense decode"),
   ("over dense", longer("kvjax", "dense decode")),
   ("share of read", faster("kvjax", "read")),
-  ("H2O in XLA", median("H2O in XLA")),
+  ("H2O in XLA", "H2O in XLA"),
 )
 
 

@@ -1,7 +1,7 @@
 """Times of dense decode, steps and prompts, on one device and on several, beside bounds."""
 
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, median, own, say
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
 from scripts.tools.tablemakers.timings import Timing, over
 
 # Of torch's SDPA the faster of its two layouts.
@@ -10,10 +10,10 @@ decode = Cases("decode").table(
   ("kvjax", own()),
   ("share of read", faster("kvjax", "read")),
   ("over cuDNN", longer("kvjax", f"jax cuDNN|{CUDNN}")),
-  ("torch cuDNN SDPA", median(CUDNN)),
-  ("jax cuDNN", median("jax cuDNN")),
-  ("torch flash SDPA", median("torch flash|torch flash (heads)")),
-  ("FlashInfer", median("FlashInfer")),
+  ("torch cuDNN SDPA", CUDNN),
+  ("jax cuDNN", "jax cuDNN"),
+  ("torch flash SDPA", "torch flash|torch flash (heads)"),
+  ("FlashInfer", "FlashInfer"),
 )
 
 
@@ -37,7 +37,7 @@ rows = Cases(card=H100).table(("a step, 8B's shape", own()), ("× all bytes", ce
 # Requests of unequal answers, on the H100.
 batcher = Cases("batcher", card=H100).table(
   ("live batch", own("Batcher")),
-  ("batches that wait", median("waiting")),
+  ("batches that wait", "waiting"),
   ("live over waiting", longer("Batcher", "waiting")),
   ("tokens a second over a full batch's", figure("of a full batch")),
 )
@@ -53,9 +53,9 @@ steps = Cases().table(
   ("over XLA's products + KV", figure("over XLA's products + KV", "{:.3f}", "products (XLA)")),
   ("over ours + KV", figure("over our products + KV", "{:.3f}", "products")),
   ("over all bytes", cells.over_bytes()),
-  ("PyTorch, compiled, CUDA graph", median("torch, CUDA graph")),
+  ("PyTorch, compiled, CUDA graph", "torch, CUDA graph"),
   ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
-  ("transformers", median("transformers")),
+  ("transformers", "transformers"),
   ("transformers over ours", faster("kvjax", "transformers")),
 )
 # `generate` and a loop of one's own, as a user calls them, over a loop on the device.
@@ -102,7 +102,7 @@ def prompts(results: Results, name: str) -> Part:
 
 pieces = Cases("prefill", "^top layer").table(
   ("in pieces", own()),
-  ("dense", median("dense")),
+  ("dense", "dense"),
   ("against dense", longer("kvjax", "dense")),
   ("of what queries see there", figure("visible")),
 )
@@ -112,50 +112,45 @@ pieces = Cases("prefill", "^top layer").table(
 
 CHAIN = 64  # all-reduces that a case times, one after the other
 SEVERAL = "2 devices|4 devices"
-REDUCES = f"{CHAIN} all-reduces"
 
 
-def _reduces(case: Case, n: int, kernel: str = "") -> Timing | None:
+def _reduces(case: Case, n: int = 1, kernel: str = "") -> Timing | None:
   """So many all-reduces."""
-  took = cells.timed(case, REDUCES + kernel)
+  took = cells.timed(case, f"{CHAIN} all-reduces{kernel}")
   return took and took * (n / CHAIN)
 
 
-def _reduce(kernel: str = "") -> cells.Column:
-  return lambda case: say("{}", took) if (took := _reduces(case, 1, kernel)) else "–"
-
-
-def _over_share(case: Case) -> str:
+def _over_share(case: Case) -> str | None:
   """Over an equal share of one device's time, and the all-reduces; of steps with split heads."""
   several, reduces = cells.timed(case, SEVERAL), _reduces(case, 64)
   if not several or not reduces:
-    return "–"
+    return None
   share = case.time("1 device") * (1 / int(several.name.split()[0]))
   return say("{:.2f}", over(several, share + reduces))
 
 
 gpus = Cases("scale", "^(?!Llama-3.1-70B)").table(
-  ("one", median("1 device")),
+  ("one", "1 device"),
   ("several", own(SEVERAL)),
   ("times as fast", faster(SEVERAL, "1 device")),
   ("over its share + all-reduces", _over_share),
-  ("an all-reduce in a chain", _reduce()),
-  ("several, XLA's all-reduces", median("2 devices, XLA's kernel")),
-  ("XLA's in a chain", _reduce(", XLA's kernel")),
+  ("an all-reduce in a chain", _reduces),
+  ("several, XLA's all-reduces", "2 devices, XLA's kernel"),
+  ("XLA's in a chain", lambda case: _reduces(case, 1, ", XLA's kernel")),
 )
 
 LARGE = "full|snapkv|pyramidkv|streaming_llm"
 
 
-def _over_least(case: Case) -> str:
+def _over_least(case: Case) -> str | None:
   """Over the bytes and two all-reduces in each of 80 layers."""
   least, step = _reduces(case, 160), cells.timed(case, LARGE)
-  return say("{:.2f}", over(step, least + case.bytes / least.rate)) if least and step else "–"
+  return say("{:.2f}", over(step, least + case.bytes / least.rate)) if least and step else None
 
 
 gpus_70b = Cases("scale", "^Llama-3.1-70B").table(
   ("a step", own(LARGE)),
   ("over bytes + all-reduces", _over_least),
-  ("with ART", median("|".join(f"ART({name})" for name in LARGE.split("|")))),
-  ("an all-reduce", _reduce()),
+  ("with ART", "|".join(f"ART({name})" for name in LARGE.split("|"))),
+  ("an all-reduce", _reduces),
 )

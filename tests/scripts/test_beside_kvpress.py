@@ -228,7 +228,7 @@ def test_only_equal_selections_are_all_of_them():
 
 
 def test_figures_that_read_alike_stand_once():
-  show = beside.both("a", "b", "{:.0f}")
+  show = beside.both("a", "b", "{:.0f}".format)
   assert show({"a": 10.2, "b": 9.8}) == "10" and show({"a": 10, "b": 9}) == "10 / 9"
   assert show({"b": 9}) == "9"
 

@@ -1,7 +1,7 @@
 """kvpress and kvjax on the same prompts: what both keep and find, and KVzip by its division."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -18,13 +18,10 @@ DIVIDED = {
   "without": "among all layers, but that one alike",
 }
 
-SHARES = {"equal": "equal", "of fewer": "of_fewer", "heads alike": "identical"}
 NEEDLE, SCORES = ("needle_kept", "needle_kept_by_kvpress"), ("score", "score_of_kvpress")
 
 Mean = dict[str, Any]  # of a cell: its figures, its settings, and under "record" where it stands
-Show = Callable[[Mean], str]
-Labels = Mapping[str, Show]
-Columns = Sequence[tuple[str, str, Show]]  # head, what it needs of a cell, how it shows it
+Column = tuple[str, Callable[[Mean], str]]  # head, and a cell; none of a library that took no part
 
 
 @functools.cache
@@ -56,23 +53,24 @@ def _layers(row: dict[str, Any]) -> dict[str, float]:
   return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
 
 
-def _table(results: Results, folder: str, labels: Labels, columns: Columns) -> Part:
-  """A row a cell of each model; nothing where the library that a column is about was not asked."""
+def _table(results: Results, folder: str, labels: int, columns: Sequence[Column]) -> Part:
+  """A row a cell of each model, whose first columns are names."""
   rows = []
   for each in (each for _, _, means in found(results, folder) for each in means):
-    row = [each["model"], *(show(each) for show in labels.values())]
-    for _, name, show in columns:
-      row.append(Figure(show(each), (each["record"],)) if name in each else "")
-    rows.append(row)
-  head = ("model", *labels, *(head for head, *_ in columns))
-  return cells.table(head, rows, labels=1 + len(labels))
+    shown = [show(each) for _, show in columns]
+    cited = (text and Figure(text, (each["record"],)) for text in shown[labels:])
+    rows.append([each["model"], *shown[:labels], *cited])
+  return cells.table(("model", *(head for head, _ in columns)), rows, labels=1 + labels)
 
 
-def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Show:
+def of(form: Callable[..., str], *names: str) -> Callable[[Mean], str]:
+  """Some figures of a cell."""
+  return lambda x: form(*map(x.get, names)) if all(name in x for name in names) else ""
+
+
+def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Callable[[Mean], str]:
   """Two figures, or one where they read alike or there is one."""
-  return lambda each: " / ".join(
-    dict.fromkeys(form(each[name]) for name in (ours, theirs) if name in each)
-  )
+  return lambda x: " / ".join(dict.fromkeys(form(x[name]) for name in (ours, theirs) if name in x))
 
 
 def share(x: float) -> str:
@@ -82,55 +80,55 @@ def share(x: float) -> str:
   return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
 
 
-def _part(each: Mean) -> str:
-  part = Fraction(each["budget"], each["length"]).limit_denominator(64)
+def _part(budget: int, length: int) -> str:
+  part = Fraction(budget, length).limit_denominator(64)
   return "all" if part == 1 else str(part)
+
+
+def _megabytes(*sizes: float) -> str:
+  return " / ".join(dict.fromkeys(f"{x / 1e6:.2f}" for x in sizes))
+
+
+def _span(least: float, most: float) -> str:
+  return f"{cells.span((100 * least, 100 * most), '{:.0f}')} %"
+
+
+N = ("n", of(str, "n"))
+SAME = ("same answer", of("{} of {}".format, "same_answers", "n"))
 
 
 def kvpress(results: Results) -> Part:
   """Tokens kept and scores of both at equal budgets, and scores of kvpress in other settings."""
-  return _table(
-    results,
-    FOLDER,
-    {
-      "method": lambda each: cells.method(each["method"]),
-      "kept": _part,
-      "question": lambda each: MODES[each["mode"]],
-    },
-    [
-      ("n", "n", lambda each: str(each["n"])),
-      ("tokens a head", "kept", both("kept", "kept_by_kvpress", "{:.0f}".format)),
-      *((head, name, lambda x, name=name: share(x[name])) for head, name in SHARES.items()),
-      ("needle's tokens kept", NEEDLE[1], both(*NEEDLE, lambda x: f"{100 * x:.0f} %")),
-      ("found by kvjax", "score", lambda each: scored.percent(each["score"])),
-      ("by kvpress", SCORES[1], lambda each: scored.percent(each[SCORES[1]])),
-      ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
-      ("of it cached", "answer_kept", lambda each: f"{each['answer_kept']:.0%}"),
-      ("logits apart", "logits_apart", lambda each: f"{each['logits_apart']:.0e}"),
-      ("MB", "bytes", both("bytes", "bytes_of_kvpress", lambda x: f"{x / 1e6:.2f}")),
-    ],
-  )
-
-
-# ---- KVzip by how a budget is divided
-
-
-def _layer(each: Mean) -> str:
-  return f"{cells.span((100 * each['least'], 100 * each['most']), '{:.0f}')} %"
+  columns = [
+    ("method", of(cells.method, "method")),
+    ("kept", of(_part, "budget", "length")),
+    ("question", of(MODES.__getitem__, "mode")),
+    N,
+    ("tokens a head", both("kept", "kept_by_kvpress", "{:.0f}".format)),
+    ("equal", of(share, "equal")),
+    ("of fewer", of(share, "of_fewer")),
+    ("heads alike", of(share, "identical")),
+    ("needle's tokens kept", both(*NEEDLE, lambda x: f"{100 * x:.0f} %")),
+    ("found by kvjax", of(scored.percent, "score")),
+    ("by kvpress", of(scored.percent, SCORES[1])),
+    SAME,
+    ("of it cached", of("{:.0%}".format, "answer_kept")),
+    ("logits apart", of("{:.0e}".format, "logits_apart")),
+    ("MB", of(_megabytes, "bytes", "bytes_of_kvpress")),
+  ]
+  return _table(results, FOLDER, 3, columns)
 
 
 def kvzip(results: Results) -> Part:
-  """Needles found by kvpress, and by kvjax where both were asked."""
-  return _table(
-    results,
-    KVZIP,
-    {"kept": lambda each: f"1/{each['budget']}", "divided": lambda each: DIVIDED[each["method"]]},
-    [
-      ("a layer keeps", "least", _layer),
-      ("needle's tokens kept", NEEDLE[1], lambda each: f"{each[NEEDLE[1]]:.0%}"),
-      ("found", SCORES[1], both(*SCORES, scored.percent)),
-      ("of fewer", "of_fewer", lambda each: share(each["of_fewer"])),
-      ("same answer", "same_answers", lambda each: f"{each['same_answers']} of {each['n']}"),
-      ("n", "n", lambda each: str(each["n"])),
-    ],
-  )
+  """KVzip by how a budget is divided: needles found by kvpress, and by kvjax where it was asked."""
+  columns = [
+    ("kept", of("1/{}".format, "budget")),
+    ("divided", of(DIVIDED.__getitem__, "method")),
+    ("a layer keeps", of(_span, "least", "most")),
+    ("needle's tokens kept", of("{:.0%}".format, NEEDLE[1])),
+    ("found", both(*SCORES, scored.percent)),
+    ("of fewer", of(share, "of_fewer")),
+    SAME,
+    N,
+  ]
+  return _table(results, KVZIP, 2, columns)

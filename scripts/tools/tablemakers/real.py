@@ -36,16 +36,12 @@ class Held:
 
   folder: str
   device: str
-  views: list[View]
+  views: dict[tuple[int, str], View]
   costs: list[Cost]
-
-  def view(self, length: int, mode: str = "aware") -> View | None:
-    by = {(view.whole.length, view.whole.mode): view for view in self.views}
-    return by.get((length, mode))
 
   def boards(self, length: int) -> list[tuple[View, Board]]:
     """Scores beside costs at a length, by batch."""
-    view = self.view(length)
+    view = self.views.get((length, "aware"))
     return [(view, board) for board in costs.boards([view.whole], self.costs)] if view else []
 
   def time(self, cost: Cost) -> Timing:
@@ -86,7 +82,8 @@ def held(results: Results, folder: str = FOLDER) -> Held:
     short = walks.too_short(row["method"], row["budget"], row["length"], settings)
     return not short and not row["method"].startswith(WITHDRAWN)
 
-  views = scored.views(results, folder, wanted, LEAST)
+  listed = scored.views(results, folder, wanted, LEAST)
+  views = {(view.whole.length, view.whole.mode): view for view in listed}
   return Held(folder, settings["device"], views, costs.read(results.folder / folder))
 
 
@@ -105,7 +102,7 @@ def scores(results: Results, where: str) -> Part:
   length, _, other = where.partition(" ")
   mode, folder = ("", other) if "/" in other else (other, FOLDER)
   found = held(results, folder)
-  if (view := found.view(int(length), mode or "aware")) is None:
+  if (view := found.views.get((int(length), mode or "aware"))) is None:
     return Part()
   boards = [] if mode else [board for _, board in found.boards(int(length))]
   tasks = [*view.whole.tasks, *view.whole.weak]
@@ -187,10 +184,10 @@ def _taken(choice: choices.Choice, board: Board, view: View, found: Held) -> Row
   gap, (record,) = view.gap(view.whole.by[who]), found.time(point.cost).records
   share = Number(point.cost.kept / board.full.cost.kept, record)
   risks: list[str] = [families.of(point.method).risk]
-  for other in found.views:
+  for (length, mode), other in found.views.items():
     there = other.whole.by.get(who)
-    if other.whole.length == board.standings.length and other is not view and there:
-      risks += [say(f"{other.whole.mode} {{}}", gap) for gap in [other.gap(there)] if gap]
+    if length == board.standings.length and other is not view and there:
+      risks += [say(f"{mode} {{}}", gap) for gap in [other.gap(there)] if gap]
   return {
     "take": called(point),
     MS: shown["ms"],

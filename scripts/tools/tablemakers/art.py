@@ -12,14 +12,14 @@ DENSE = "dense decode"
 DECODE = f"{DENSE}|sparse decode"
 SLOWER = "{:+.2f} % [{:+.2f}, {:+.2f}]"  # with its 95 % interval
 
-# Walks without an end, beside dense or sparse decode and the same walk when it does not look.
+# Walks without an end, beside decode and the same walk when it does not look.
 endless = Cases("art", "^p=inf").table(
   ("ART, no stops", own("ART, p = inf")),
   ("dense or sparse decode", DECODE),
   ("slower by", figure("over decode, %", SLOWER, DECODE)),
   ("slower than ART that does not look by", figure("over not looking, %", SLOWER, DECODE)),
 )
-# Walks that end: their splits, and the shares of the tiles that are visited and loaded.
+# Walks that end: their splits, and the shares of the tiles visited and loaded.
 stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
   ("splits", figure("splits", "{:.0f}")),
   ("visited", figure("visited", "{:.0%}")),
@@ -34,7 +34,7 @@ stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
 shared = Cases("art", "^lone").table(
   ("ART", own("ART")),
   ("without an end", "ART, p = inf"),
-  (DENSE, DENSE),
+  DENSE,
   ("without an end over dense", longer("ART, p = inf", DENSE)),
   ("one program a walk", "one program"),
   ("times as fast as that", faster("ART", "one program")),
@@ -42,7 +42,7 @@ shared = Cases("art", "^lone").table(
 
 
 def _allowed(name: str = "") -> cells.Column:
-  """A token's rate over the full cache's, of what the bytes allow; empty where it was not run."""
+  """A token's rate over the full cache's, of what bytes allow; empty where it was not run."""
 
   def show(case: Case) -> str:
     who = name or case.name.partition(" Llama")[0]
@@ -81,7 +81,7 @@ def studies(results: Results, names: str) -> dict[str, Named]:
 
 
 def stops(results: Results, names: str) -> Part:
-  """Share read and error of stops: query heads by themselves, and those of a KV head together."""
+  """Share read and error of stops: of a query head, and of those of a KV head together."""
   rows = []
   for label, held in studies(results, names).items():
     for setting in [name for name in held["splits"] if " splits" in name]:
@@ -97,7 +97,7 @@ def stops(results: Results, names: str) -> Part:
 
 
 def orders(results: Results, names: str) -> Part:
-  """Tiles that groups read step after step by test, order and margin, τ fitted elsewhere."""
+  """Tiles that groups read step after step by test and margin, τ fitted elsewhere."""
   rows = []
   for held in results.studies(f"art_study/{names}*.json").values():
     text = held["about"]["text"].split()[-1]
@@ -111,19 +111,17 @@ def orders(results: Results, names: str) -> Part:
 
 
 def groups(results: Results, names: str) -> Part:
-  """Share that each layer's groups read at τ = 0.01, from the least to the most of KV heads."""
-  columns = {label: held["heads"]["0.01"] for label, held in studies(results, names).items()}
-  layers = sorted({int(n) for heads in columns.values() for n in heads})
-  rows = []
-  for n in map(str, layers):
-    groups = (heads[n]["group"] if n in heads else None for heads in columns.values())
-    shares = (group and cells.ends((x[0] for x in group), "{:.0%}", " – ") for group in groups)
-    rows.append([n, *shares])
-  return cells.table(("layer", *columns), rows)
+  """Share that each layer's groups read at τ = 0.01, the least to the most."""
+  rows: dict[int, dict[str, str]] = {}
+  for label, held in studies(results, names).items():
+    for layer, heads in held["heads"]["0.01"].items():
+      shown = cells.ends((x[0] for x in heads["group"]), "{:.0%}", " – ")
+      rows.setdefault(int(layer), {"layer": layer})[label] = shown
+  return cells.framed(rows[layer] for layer in sorted(rows))
 
 
 def theory(results: Results, names: str) -> Part:
-  """Agreement of probe and oracle, what φ adds, and where the theorems' bounds apply."""
+  """Agreement of probe and oracle, what φ adds, and where bounds apply."""
   rows = []
   for label, held in studies(results, names).items():
     for tau, words in TAUS.items():

@@ -1,4 +1,4 @@
-"""kvpress and kvjax on the same prompts: what both keep and find, and KVzip by its division."""
+"""kvpress and kvjax on the same prompts: what both keep and find."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ DIVIDED = {
 
 NEEDLE, SCORES = ("needle_kept", "needle_kept_by_kvpress"), ("score", "score_of_kvpress")
 
-Mean = dict[str, Any]  # of a cell: its figures, its settings, and under "record" where it stands
-Column = tuple[str, Callable[[Mean], str]]  # head, and a cell; none of a library that took no part
+Mean = dict[str, Any]  # of a cell: figures, settings, and their "record"
+Show = Callable[[Mean], str]  # empty where a library took no part
 
 
 @functools.cache
@@ -53,7 +53,7 @@ def _layers(row: dict[str, Any]) -> dict[str, float]:
   return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
 
 
-def _table(results: Results, folder: str, labels: int, columns: Sequence[Column]) -> Part:
+def _table(results: Results, folder: str, labels: int, columns: Sequence[tuple[str, Show]]) -> Part:
   """A row a cell of each model, whose first columns are names."""
   rows = []
   for each in (each for _, _, means in found(results, folder) for each in means):
@@ -63,12 +63,12 @@ def _table(results: Results, folder: str, labels: int, columns: Sequence[Column]
   return cells.table(("model", *(head for head, _ in columns)), rows, labels=1 + labels)
 
 
-def of(form: Callable[..., str], *names: str) -> Callable[[Mean], str]:
+def of(form: Callable[..., str], *names: str) -> Show:
   """Some figures of a cell."""
   return lambda x: form(*map(x.get, names)) if all(name in x for name in names) else ""
 
 
-def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Callable[[Mean], str]:
+def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Show:
   """Two figures, or one where they read alike or there is one."""
   return lambda x: " / ".join(dict.fromkeys(form(x[name]) for name in (ours, theirs) if name in x))
 
@@ -98,7 +98,7 @@ SAME = ("same answer", of("{} of {}".format, "same_answers", "n"))
 
 
 def kvpress(results: Results) -> Part:
-  """Tokens kept and scores of both at equal budgets, and scores of kvpress in other settings."""
+  """Tokens kept and scores of both at equal budgets; kvpress in other settings."""
   columns = [
     ("method", of(cells.method, "method")),
     ("kept", of(_part, "budget", "length")),
@@ -120,7 +120,7 @@ def kvpress(results: Results) -> Part:
 
 
 def kvzip(results: Results) -> Part:
-  """KVzip by how a budget is divided: needles found by kvpress, and by kvjax where it was asked."""
+  """KVzip by how a budget is divided: needles that kvpress and kvjax find."""
   columns = [
     ("kept", of("1/{}".format, "budget")),
     ("divided", of(DIVIDED.__getitem__, "method")),

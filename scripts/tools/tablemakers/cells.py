@@ -1,4 +1,4 @@
-"""Cells, sentences and tables in Markdown: everything that is written carries its records."""
+"""Cells, sentences and tables in Markdown, which carry their records."""
 
 import functools
 import operator
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, records, timings
 from scripts.tools.tablemakers.timings import Ratio, gain, over
 
-Column = Callable[[Case], Any] | str  # a cell of a case; a contender's name for its time
+Column = Callable[[Case], Any] | str  # or a contender, for its time
 
 
 def say(template: str, *parts: Any) -> Figure:
-  """A template such as "{:.2f} of {}" with values in it, which are all that may have numbers.
+  """A template with values in it, which are all that may have numbers.
 
   Raises:
     ValueError: a number has no source.
@@ -57,7 +57,7 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
     rows: texts and values; None is a dash.
 
   Raises:
-    ValueError: a row has not as many cells as the head, or a number behind the names no source.
+    ValueError: a row is not as long as the head, or a number has no source.
   """
   columns = [(column, "{}") if isinstance(column, str) else column for column in head]
   names = [name for name, _ in columns]
@@ -112,36 +112,37 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 
 
 def cell(case: Case, column: Column) -> Any:
-  """What a column shows of a case; nothing of a contender that has no time."""
+  """What a column shows of a case; nothing if a contender has no time."""
   return timed(case, column) if isinstance(column, str) else column(case)
 
 
 class Cases(NamedTuple):
   """The cases of a suite whose names have the pattern, on a card.
 
-  A document names the suite where none is given, and else may name another card's folder.
+  A document names the suite if it is not given, else another card if any.
   """
 
   suite: str = ""
   pattern: str = ""
   card: str = GPU
 
-  def table(self, *columns: tuple[str, Column]) -> Callable[..., Part]:
-    """A maker of a table with a row a case, by their names."""
+  def table(self, *columns: str | tuple[str, Column]) -> Callable[..., Part]:
+    """A maker of a table with a row a case; a head may be its contender."""
+    pairs = [(column, column) if isinstance(column, str) else column for column in columns]
 
     def make(results: Results, named: str = "") -> Part:
       suite, card = (self.suite, named or self.card) if self.suite else (named, self.card)
       held = results.cases(suite, self.pattern, card)
-      rows = ([case.name, *(cell(case, column) for _, column in columns)] for case in held)
-      return table(("", *(name for name, _ in columns)), rows)
+      rows = ([case.name, *(cell(case, column) for _, column in pairs)] for case in held)
+      return table(("", *(name for name, _ in pairs)), rows)
 
     return make
 
 
 def timed(case: Case, names: str) -> timings.Timing | None:
-  """The time of the fastest of some contenders, between bars; None where none took the case.
+  """The time of the fastest of some contenders, between bars, if any took the case.
 
-  One may be several, with a plus between them: one after the other.
+  One may be several, one after the other, with a plus between them.
   """
   each = (name.split(" + ") for name in names.split("|"))
   found = [functools.reduce(operator.add, map(case.time, x)) for x in each if all(map(case.has, x))]
@@ -165,7 +166,7 @@ def longer(
   return show
 
 
-faster = functools.partial(longer, how=gain)  # the ratio of the reference's time to this one
+faster = functools.partial(longer, how=gain)  # the reference's time over this one
 
 
 def over_bytes(form: str = "{:.3f}") -> Column:
@@ -179,7 +180,7 @@ def bandwidth(name: str) -> Column:
 
 
 def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
-  """A figure that the case says, or several; of a ratio, what it is to, if that was timed."""
+  """A figure of the case, or several; of a ratio, what it is to, if timed."""
 
   def show(case: Case) -> str | Ratio:
     found = case.figures[name]

@@ -1,4 +1,4 @@
-"""The house, drawn from its code: which room imports which, and which moves each method has."""
+"""The house, drawn from its code: which rooms and moves it has."""
 
 import ast
 import contextlib
@@ -10,7 +10,6 @@ import pathlib
 import re
 import types
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import kvjax
 from kvjax import _public
@@ -24,7 +23,7 @@ ROOMS += ("methods", "families", "ops", "kernels", "core", "primitives")
 
 
 def room_of(module: str) -> str | None:
-  """The folder of a module; None of the root, which has the table of public names."""
+  """The folder of a module; None of the root."""
   return next((room for room in ROOMS if f"{module}.".startswith(f"kvjax.{room}.")), None)
 
 
@@ -36,7 +35,7 @@ def modules() -> dict[str, pathlib.Path]:
 
 
 def imports(source: str, known: Collection[str]) -> set[str]:
-  """The known modules that a file imports, late or by name too, but for what is there for types."""
+  """The known modules that a file imports, late or by name too, not for types alone."""
   found: set[str] = set()
   left: list[ast.AST] = [ast.parse(source)]
   while left:
@@ -77,7 +76,7 @@ def reached(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def rooms(results: Results) -> Part:
-  """A graph for Mermaid of the folders; an arrow that others make in steps is left out."""
+  """A graph for Mermaid of the folders, without arrows that others make in steps."""
   found = doors()
   lines = [f'  {room.replace(".", "_")}["{room}<br/>{_about(room)}"]' for room in ROOMS]
   for a, b in itertools.product(ROOMS, repeat=2):
@@ -93,7 +92,7 @@ def _about(room: str) -> str:
 
 
 def stub() -> str:
-  """The text of kvjax/__init__.pyi: every public name, imported from where it stands."""
+  """The text of kvjax/__init__.pyi: public names, from where they stand."""
   found = sorted((module, name) for name, module in _public.MODULES.items())
   lines = [f"from {module} import {name} as {name}" for module, name in found]
   return "\n".join([*lines, "", "__version__: str", "__all__: list[str]", ""])
@@ -103,11 +102,9 @@ def stub() -> str:
 
 
 def own(cls: type) -> list[str]:
-  """The moves that a method has of its own, or of a method that it extends, in their order."""
-  found: dict[str, Any] = {}
-  for base in reversed(cls.__mro__):
-    if base in kvjax.METHODS.values():
-      found |= vars(base)
+  """The moves that a method, or one that it extends, has of its own, in order."""
+  registered = [base for base in reversed(cls.__mro__) if base in kvjax.METHODS.values()]
+  found = {name: x for base in registered for name, x in vars(base).items()}
   moves = (types.FunctionType, property)
   return [name for name, x in found.items() if isinstance(x, moves) and name[0] != "_"]
 
@@ -152,7 +149,7 @@ def _example(cls: type[Method]) -> Method:
 
 
 def over(name: str) -> list[str] | None:
-  """The methods that one goes over, by their names; None: it has no base to be chosen."""
+  """The methods that one goes over; None: it has no base to be chosen."""
   cls, found = kvjax.METHODS[name], []
   fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
   if "base" not in fields or not fields["base"].init:
@@ -165,7 +162,7 @@ def over(name: str) -> list[str] | None:
 
 
 def compositions(results: Results) -> Part:
-  """Every method that takes a base, and the bases that it takes; alike ones share a row."""
+  """Every method that takes a base, and its bases; alike ones share a row."""
   rows: dict[tuple[str, ...], list[str]] = {}
   for name in kvjax.METHODS:
     if (bases := over(name)) is not None:

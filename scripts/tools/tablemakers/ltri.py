@@ -1,4 +1,4 @@
-"""Ltri-LLM and InfLLM: streams of which a window is on the device, and needles in them."""
+"""Ltri-LLM and InfLLM: streams with a window on the device, and their needles."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -67,26 +67,25 @@ def prefetch(results: Results) -> Part:
   return cells.table(("four layers", "a chunk", "prefetch", "over without", "a token"), rows)
 
 
-# ---- needles: of every method what was asked, what it answered, and what it retrieved
+# ---- needles: what was asked of every method, answered and retrieved
 
 CARDS = {"cpu": "CPU", GPU: "NVIDIA H200", H100: "NVIDIA H100 80GB HBM3"}
 FILE = "needles.json"
 
 
 def needles(results: Results, folder: str) -> Part:
-  """Right answers of all that were asked, and of those that everybody answered, of what was run."""
+  """Right answers, of all that were asked and of those that everybody answered."""
   if not (results.folder / folder / FILE).is_file():
     return Part()
-  about, answers = _read(results, folder)
+  about, answers, records = _read(results, folder)
   kept = {name: found for name, found in answers.items() if not _withdrawn(name, about)}
   shared = set.intersection(*map(set, kept.values()))
   rows = []
   for name in filter(answers.get, about["methods"]):
     row: list[Any] = ["withdrawn", *[None] * 4]
     if found := kept.get(name):
-      record = _record(folder, name, found)
-      row = [_right(record, found, listed) for listed in (found, shared)]
-      row += _retrieved(record, about, name, list(found.values()))
+      row = [_right(records[name], found, listed) for listed in (found, shared)]
+      row += _retrieved(records[name], about, name, list(found.values()))
     rows.append([cells.method(name), *row])
   head = ["method", "right of answered", "right where all answered"]
   head += [("recall", "{:.3f}"), ("by chance", "{:.3f}"), "best layer"]
@@ -94,37 +93,37 @@ def needles(results: Results, folder: str) -> Part:
 
 
 def apart(results: Results, folder: str) -> Part:
-  """Needles that one of two rows finds and the other does not, Ltri beside each other row.
+  """Needles that one of two rows finds and the other does not, Ltri beside each.
 
   p is McNemar's exact test: that either finds what the other misses as often.
   """
-  _, answers = _read(results, folder)
+  _, answers, records = _read(results, folder)
   mine, rows = answers.pop("ltri"), []
-  record = _record(folder, "ltri", mine)
   for name, theirs in answers.items():
     both = [(mine[i]["right"], theirs[i]["right"]) for i in mine.keys() & theirs.keys()]
-    only = [sum(pair == which for pair in both) for which in ((True, False), (False, True))]
+    only = [both.count(which) for which in ((True, False), (False, True))]
     p = binomtest(only[0], max(1, sum(only))).pvalue
-    sources = record, _record(folder, name, theirs)
-    rows.append([cells.method(name), *(Number(x, *sources) for x in (*only, p))])
+    numbers = (Number(x, records["ltri"], records[name]) for x in (*only, p))
+    rows.append([cells.method(name), *numbers])
   head = ["beside `ltri`", *((f"{who} alone", "{:.0f}") for who in ("`ltri`", "this one"))]
   return cells.table([*head, ("p", "{:.1e}")], rows)
 
 
-def _read(results: Results, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-  """What is said of a run, and the answers of each method that was asked."""
-  held = results.json(f"{folder}/{FILE}")
-  return held["about"], {name: found for name, found in held["answers"].items() if found}
+def _read(results: Results, folder: str) -> tuple[dict[str, Any], ...]:
+  """What is said of a run; the answers of each method that was asked, and their records."""
+  file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
+  held = results.json(file)
+  asked = {name: found for name, found in held["answers"].items() if found}
+  records = {
+    name: Record(file, ("answers", name), card, len(found), frozenset(found))
+    for name, found in asked.items()
+  }
+  return held["about"], asked, records
 
 
 def _withdrawn(name: str, about: dict[str, Any]) -> bool:
-  """True where retrieval heads were found on these very needles, or it is not said on which."""
+  """True where retrieval heads were found on these needles, or on unknown ones."""
   return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
-
-
-def _record(folder: str, name: str, found: dict[str, Any]) -> Record:
-  file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
-  return Record(file, ("answers", name), card, len(found), frozenset(found))
 
 
 def _right(record: Record, found: dict[str, Any], listed: Iterable[str]) -> Figure:
@@ -136,13 +135,13 @@ def _right(record: Record, found: dict[str, Any], listed: Iterable[str]) -> Figu
 def _retrieved(
   record: Record, about: dict[str, Any], name: str, answers: list[dict[str, Any]]
 ) -> list[Any]:
-  """Recall, by layer the mean over answers that have a step, then over steps; that by chance."""
+  """Recall, by layer the mean over answers, then over steps; that by chance."""
   answers = [found for found in answers if found["recall"]]  # one that failed has none
   if not answers:
     return [None, None, None]
   by_layer = mean_recall(answers).mean(0)
   best = Figure(f"{by_layer.max():.2f} ({by_layer.argmax()})", (record,))
-  # By chance: of as many blocks drawn from all that leave the window before the answer.
+  # By chance: as many blocks drawn from all that have left the window.
   gone = (about["length"] - 16 - about["init"] - about["window"]) // about["block"]
   chance = Number(min(1.0, about["retrieved"] / max(gone, 1)), record)
   return [Number(by_layer.mean(), record), None if "inject" in name else chance, best]

@@ -1,4 +1,4 @@
-"""PRR: attention to a predicted selection beside the true one, whole steps, and foresight."""
+"""PRR: attention to a predicted selection beside the true one, steps, and foresight."""
 
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells, real
 from scripts.tools.tablemakers.cells import Cases, faster, figure, own, say
@@ -8,10 +8,7 @@ PEERS = "score + top_k, lax + FlashInfer block-sparse"  # one by one
 
 
 def _hidden(case: Case) -> Ratio:
-  """Selecting first over the parts that are left where scoring hides behind attention.
-
-  No bound: a launch of both is shorter than the longer of the two where neither fills the GPU.
-  """
+  """Selecting first over what is left where scoring hides behind attention; no bound."""
   first = case.time("select").us + case.time("attend").us
   longest = max(case.time("select"), case.time("speculate"), key=lambda timing: timing.us)
   parts = longest + case.time("repair") + max(0.0, case.bytes / longest.rate - longest.us)
@@ -25,9 +22,9 @@ layer = Cases("prr", "^(8B|GLM-4-9B-like) ").table(
   ("if parts hid", lambda case: say("{:.2f}", _hidden(case))),
   ("apart", "speculate + score"),
   ("side by side", "speculate beside score"),
-  ("select", "select"),
-  ("attend", "attend"),
-  ("repair", "repair"),
+  "select",
+  "attend",
+  "repair",
   ("gain of S1", faster("prr, S1", "serial")),
   ("of S2", faster("prr, S2", "serial")),
   ("over peers", faster("prr", PEERS, "{:.1f}")),
@@ -45,27 +42,25 @@ calibration = Cases("prr", "^calibration").table(
 
 
 def blocks(results: Results) -> Part:
-  """Attention over a list, times as fast as FlashInfer's block-sparse: the grid of Tab. 3."""
-  rows: dict[str, dict[str, str]] = {}
+  """Attention over a list, times as fast as FlashInfer's block-sparse, as in Tab. 3."""
+  rows: dict[int, dict[str, str]] = {}
   for case in results.cases("sparse", card=H100):
     _, unit, _, budget = case.name.split()
-    shown = faster("kvjax", "FlashInfer block-sparse")(case)
-    rows.setdefault(budget, {})[f"blocks of {unit}"] = shown
-  listed = sorted(rows.items(), key=lambda row: int(row[0]))
-  return cells.framed({"tokens": f"{int(budget):,}"} | row for budget, row in listed)
+    row = rows.setdefault(int(budget), {"tokens": f"{int(budget):,}"})
+    row[f"blocks of {unit}"] = faster("kvjax", "FlashInfer block-sparse")(case)
+  return cells.framed(rows[budget] for budget in sorted(rows))
 
 
 def real_steps(results: Results) -> Part:
-  """PRR's step beside Quest's after real text, with the tokens that each attends to."""
+  """PRR's step beside Quest's after real text, with the tokens of each."""
   found = real.held(results)
   timed = {(cost.method, cost.length, cost.batch): cost for cost in found.costs}
   rows = []
   for length, batch in sorted({key[1:] for key in timed if key[0] == "prr"}):
     both = [timed[name, length, batch] for name in ("quest", "prr")]
     theirs, mine = map(found.time, both)
-    seen = (found.shown(cost, cost)["attended"] for cost in both)
-    row = [f"B{batch} T{length >> 10}K", theirs, say("{:**}", mine), gain(mine, theirs), *seen]
-    rows.append(row)
+    row = [f"B{batch} T{length >> 10}K", theirs, say("{:**}", mine), gain(mine, theirs)]
+    rows.append([*row, *(found.shown(cost, cost)["attended"] for cost in both)])
   head = ["", "Quest", "PRR", ("PRR's speed over Quest's", "{:.2f}")]
   return cells.table((*head, "tokens that Quest attends to", "that PRR attends to"), rows)
 
@@ -88,7 +83,7 @@ FORECASTS += tuple(f"{kind}, ρ = {ratio}" for ratio in (1.25, 1.5) for kind in 
 
 
 def foresight(results: Results, model: str = "") -> Part:
-  """Share of the tiles chosen by score that were foreseen; weighted by the score in brackets.
+  """Share of the tiles that score chooses that were foreseen; weighted by it in brackets.
 
   On the texts that α, β, γ were searched on, a step later.
   """

@@ -1,4 +1,4 @@
-"""Tables that quote cells of others: the papers' figures beside ours, and the results in short.
+"""Tables that quote others: the papers' figures beside ours, and the results in short.
 
 A quotation reads {MODULE.NAME ARGUMENT :: ROW :: COLUMN}. ROW is how a row's labels end; with a
 star it matches several rows, of which the least and the largest figure are quoted.
@@ -52,22 +52,19 @@ def cell(results: Results, reference: str) -> Figure:
   """
   table, row, column = reference.split(" :: ")
   several = "*" in row
-  rows = [
-    values
-    for label, values in _part(results, table).rows
-    if (fnmatch.fnmatchcase(label, row) if several else label.endswith(row))
-  ]
+  fits = fnmatch.fnmatchcase if several else str.endswith
+  rows = [values for label, values in _part(results, table).rows if fits(label, row)]
   if not rows or (len(rows) > 1 and not several):
     raise ValueError(f"{table}: found {len(rows)} rows like {row!r}, expected one")
   if column not in rows[0]:
     raise ValueError(f"{table}: found no column {column!r} among {list(rows[0])}")
-  found = [values[column] for values in rows]
-  left = ""
+  found, left = [values[column] for values in rows], ""
   if several:
-    if wide := sum(x.startswith("– (") for x in found):
-      left = f" ({wide} of {sum(x != '–' for x in found)} left out, not steady)"
-    held = (x for x in found if x[0] != "–")
-    found = sorted(held, key=lambda x: float(x.strip("*").split()[0]))
+    there = [x for x in found if x != "–"]
+    steady = (x for x in there if not x.startswith("– ("))
+    found = sorted(steady, key=lambda x: float(x.strip("*").split()[0]))
+    if wide := len(there) - len(found):
+      left = f" ({wide} of {len(there)} left out, not steady)"
   if not found:
     raise ValueError(f"{reference}: found no figure, expected one")
   text = " to ".join(dict.fromkeys((found[0], found[-1]))).replace("**", "")

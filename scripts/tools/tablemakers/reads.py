@@ -1,4 +1,4 @@
-"""Times of methods that read a part of the cache, of codes, of shared slots, and of LongFlow."""
+"""Times of methods that read a part of the cache, of codes, shared slots and LongFlow."""
 
 import re
 
@@ -10,14 +10,14 @@ from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, 
 scores = Cases("select", "^(Quest|InfLLM-v2) .* B1").table(
   ("kvjax", own()),
   ("over the summaries' bytes at a read's bandwidth", cells.over_bytes("{:.2f}")),
-  ("XLA", "XLA"),
+  "XLA",
 )
 sparse = Cases("sparse").table(
   ("kvjax", own()),
   ("over FlashInfer's paged decode", longer("kvjax", "FlashInfer paged")),
   ("times as fast as its block-sparse", faster("kvjax", "FlashInfer block-sparse")),
 )
-# Whole steps beside the full cache's, or those of copies, and how much faster the bytes allow.
+# Whole steps beside the full cache's or those of copies, and what bytes allow.
 BESIDE = "Full|copies"
 steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
   ("a step", own()),
@@ -29,7 +29,7 @@ steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
 
 
 def launches(results: Results) -> Part:
-  """The parts of a layer's step: the sum of its launches, and each of them in order."""
+  """The launches of a layer's step: their sum, and each in order."""
   study, rows = results.study(f"{GPU}/launches.json"), []
   for layer, found in study["layers"].items():
     parts = [say(f"{name.partition('__')[0]} {{:.1f}}", us) for name, us in found]
@@ -48,11 +48,11 @@ cpe = Cases("cpe", "keys$").table(
   ("torch flash SDPA", "torch flash"),
   ("times as fast as flash", faster("kvjax", "torch flash")),
 )
-# Attention to a step's list alone, by how its tokens lie, beside dense decode over as many.
+# Attention to a list alone, by how its tokens lie, beside dense decode over as many.
 cpe_alone = Cases("cpe", "the list alone$").table(
   ("apart", own("apart")),
   ("in runs of 8", "runs of 8"),
-  ("in a row", "in a row"),
+  "in a row",
   ("dense decode over as many", "dense decode"),
   ("apart, of a read's bandwidth", cells.bandwidth("apart")),
 )
@@ -81,19 +81,19 @@ per_head = Cases("per_head").table(
 
 longflow = Cases("longflow", "^step").table(
   ("LongFlow", own()),
-  ("dense decode", "dense decode"),
+  "dense decode",
   ("over dense", longer("kvjax", "dense decode")),
   ("share of read", faster("kvjax", "read")),
-  ("H2O in XLA", "H2O in XLA"),
+  "H2O in XLA",
 )
 
 
 def answers(results: Results) -> Part:
   """Long answers at the batch that fills the memory."""
-  ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"], []
+  ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"].figures, []
   for name in ("LongFlow", "Full"):
     names = ("batch", "tokens a second", "of its byte limit", "MiB of a row")
-    batch, rate, *rest = (ours.figures[f"{name}, {each}"] for each in names)
+    batch, rate, *rest = (ours[f"{name}, {each}"] for each in names)
     rows.append([name, batch, say("**{:,.0f}**", rate), *rest])
   for peer in results.cases("longflow", "transformers$"):
     how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)

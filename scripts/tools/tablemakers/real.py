@@ -1,4 +1,4 @@
-"""A real model at long contexts: scores beside measured costs, and which method when."""
+"""A real model at long contexts: scores beside costs, and which method when."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvjax.programs.evals import choices, costs, families, store, walks
-from kvjax.programs.evals.costs import Board, Cost, Point
+from kvjax.programs.evals.costs import Board, Cost
 from kvjax.programs.evals.standing import FULL, Standing
 from scripts.tools.tablemakers import GPU, Number, Part, Record, Results, cells, scored
 from scripts.tools.tablemakers.cells import say
@@ -16,7 +16,7 @@ from scripts.tools.tablemakers.timings import Timing, over
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
 LEAST = 0.5  # the full cache's score in the tasks that are compared
-# Rows that are not shown: their gates were found on needles of the draw that they were tested on.
+# Rows that are not shown: their gates were found on needles of the same draw.
 WITHDRAWN = ("duo_attention",)
 
 MS, KEPT = "ms a token (× full)", "GB kept a row (× full)"
@@ -30,7 +30,7 @@ class Held:
   Attributes:
     folder: below scripts/results.
     device: where they ran.
-    views: scores by length and mode, without methods whose walks cannot end early there.
+    views: scores by length and mode, without walks too short to end early.
     costs: of steps.
   """
 
@@ -52,7 +52,7 @@ class Held:
     return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)
 
   def shown(self, cost: Cost, full: Cost) -> dict[str, str | None]:
-    """Of a step of the whole batch: tokens attended to, milliseconds, over the full cache's, GB."""
+    """Of a step of the whole batch: tokens attended to, milliseconds, GB."""
     mine, theirs = self.time(cost), self.time(full)
 
     def figure(value: float | None, form: str = "") -> str | None:
@@ -87,18 +87,11 @@ def held(results: Results, folder: str = FOLDER) -> Held:
   return Held(folder, settings["device"], views, costs.read(results.folder / folder))
 
 
-def _point(board: Board, one: Standing) -> Point | None:
-  who = one.method, one.budget
-  return next((point for point in board.points if (point.method, point.budget) == who), None)
-
-
 # ---- scores and costs
 
 
 def scores(results: Results, where: str) -> Part:
-  """A length, and a mode or a folder of its own: full first, then methods that attend to as many
-  tokens, by score.
-  """
+  """At a length, in a mode or a folder: full, then who attends to as many tokens, by score."""
   length, _, other = where.partition(" ")
   mode, folder = ("", other) if "/" in other else (other, FOLDER)
   found = held(results, folder)
@@ -110,7 +103,9 @@ def scores(results: Results, where: str) -> Part:
   def row(one: Standing, label: str) -> Row:
     made = {"tokens attended to": label, **view.shown(one, tasks)}
     for board in boards:
-      shown = found.shown(point.cost, board.full.cost) if (point := _point(board, one)) else {}
+      costs = {(x.method, x.budget): x.cost for x in board.points}
+      cost = costs.get((one.method, one.budget))
+      shown = found.shown(cost, board.full.cost) if cost else {}
       made[f"ms a token, batch {board.batch} (× full)"] = shown.get("ms")
       if board is boards[-1]:
         made |= {"GB kept a row": shown.get("kept")}
@@ -125,20 +120,20 @@ def scores(results: Results, where: str) -> Part:
 
 
 def _classes(view: View, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
-  """Methods with a mean by the tokens that they were seen attending to, the most first."""
-  pairs: list[tuple[int, Standing]] = []
-  for one in view.whole.by.values():
-    seen = (point.cost.attended for board in boards if (point := _point(board, one)))
-    if one.score and one is not view.whole.full:
-      pairs.append((next(filter(None, seen), 0), one))
-  least, groups = 0, dict[int, list[tuple[int, Standing]]]()
-  for tokens, one in sorted(pairs, key=lambda pair: pair[0]):
-    least = least if tokens <= choices.ALIKE * least else tokens
-    groups.setdefault(least, []).append((tokens, one))
-  return [
-    (_tokens(tokens for tokens, _ in group) if boards else "–", [one for _, one in group])
-    for group in reversed(groups.values())
-  ]
+  """Methods with a mean by the tokens that they attend to, the most first."""
+  costs = (x.cost for board in reversed(boards) for x in board.points)
+  seen = {(cost.method, cost.budget): cost.attended for cost in costs if cost.attended}
+
+  def tokens(one: Standing) -> int:
+    return seen.get((one.method, one.budget), 0)
+
+  ones = [x for x in view.whole.by.values() if x.score and x is not view.whole.full]
+  least, groups = 0, dict[int, list[Standing]]()
+  for one in sorted(ones, key=tokens):
+    least = least if tokens(one) <= choices.ALIKE * least else tokens(one)
+    groups.setdefault(least, []).append(one)
+  names = (_tokens(map(tokens, group)) if boards else "–" for group in groups.values())
+  return [*zip(names, groups.values(), strict=True)][::-1]
 
 
 def _tokens(attended: Iterable[int | None]) -> str:
@@ -164,7 +159,7 @@ def end_to_end(results: Results) -> Part:
 
 
 def _choices(results: Results) -> Iterator[Row]:
-  """Choices by length, batch, tokens attended to and memory, each with what it costs and loses."""
+  """Choices by length, batch, tokens attended to and memory, with costs."""
   found = held(results)
   for view, board in (pair for length in LENGTHS for pair in found.boards(length)):
     for same in choices.classes(board):
@@ -177,7 +172,7 @@ def _choices(results: Results) -> Iterator[Row]:
 
 
 def _taken(choice: choices.Choice, board: Board, view: View, found: Held) -> Row:
-  """A method with its costs and scores, its family's limits, and what it loses in other modes."""
+  """A method's costs, scores and limits, and what it loses in other modes."""
   if (point := choice.point) is None:
     return {"take": "nothing that was measured fits"}
   shown, who = found.shown(point.cost, board.full.cost), (point.method, point.budget)
@@ -204,7 +199,7 @@ def when(results: Results) -> Part:
 
 
 def advice(results: Results) -> Part:
-  """The first page's: the largest batch of each length, without limits, where anything gains."""
+  """The first page's: each length's largest batch, where anything gains."""
   largest = {row["tokens"]: row["batch"] for row in _choices(results)}
   names = ("tokens", "attended to", "for", "take", MS, KEPT, "less full")
   rows = []
@@ -217,7 +212,7 @@ def advice(results: Results) -> Part:
 
 
 def picture(results: Results) -> Part:
-  """The pictures of each length's largest batch; one shows all lengths that have its batch."""
+  """The pictures of each length's largest batch; one shows all with its batch."""
   boards = (board for length in LENGTHS for _, board in held(results).boards(length)[-1:])
   return Part(
     f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"

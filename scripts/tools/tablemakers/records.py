@@ -1,8 +1,8 @@
 """Values that know where they come from: no table or sentence takes one that does not.
 
 A `Record` is a place in a kept file, which says there how the figure was made.
-Numbers and texts read from a file carry theirs; what is made of them carries those of them all. A
-plain float has none, and is refused.
+Numbers and texts of a file carry theirs; what is made of them carries them all.
+A plain float has none, and is refused.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# A number that stands by itself: not in a name (B8, T32K, Qwen2.5, 8B), nor quoted as code.
+# A number by itself: not in a name (B8, T32K, Qwen2.5, 8B), nor quoted as code.
 _NUMBER = re.compile(r"(?<![\w.,‑-])[+−-]?\d[\d.,]*(?![\d.]*[BK]\b)")
 _QUOTED = re.compile(
   r"`[^`]*`|\]\([^)]*\)|§[\d.]+|"
@@ -51,7 +51,7 @@ Records = tuple[Record, ...]
 
 
 class Number(float):
-  """A value with its records, which sums, differences, products and quotients of it keep."""
+  """A value with its records, which sums, products and the like keep."""
 
   records: Records
 
@@ -61,7 +61,7 @@ class Number(float):
     return made
 
   def __format__(self, form: str) -> str:
-    """A float's, with a space before a percent sign, and a true minus where signs are asked for."""
+    """A float's, with a space before percent, and a true minus where signs are asked for."""
     text = super().__format__(form).replace("%", " %")
     return text.replace("-", "−") if form.startswith("+") else text
 
@@ -95,7 +95,7 @@ class Part(list[str]):
   """Lines of a document, with what stands in them.
 
   Attributes:
-    rows: of a table, each row's labels as one text, and its cells behind them by their columns.
+    rows: of a table, each row's labels as one text, and other cells by column.
     figures: in the order of the lines.
   """
 
@@ -138,7 +138,7 @@ def alike(rows: Iterable[Records]) -> None:
 
 
 def numbers(text: str) -> list[str]:
-  """The numbers of a text that are figures: not those in names, code, links or references."""
+  """The figures of a text: no numbers in names, code, links or references."""
   return _NUMBER.findall(_QUOTED.sub(" ", text))
 
 

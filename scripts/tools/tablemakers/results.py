@@ -1,4 +1,4 @@
-"""Result files, read by the names of their cases and contenders: what is missing is named."""
+"""Result files, read by names of cases and contenders; what is missing is named."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def sourced(held: Any, whole: Record, *place: str | int) -> Any:
 
 
 class Case:
-  """One case of a file of `kvjax.programs.bench`: data are random, cuts are those of `tune`."""
+  """One case of a file of `kvjax bench`: data are random, cuts tuned."""
 
   def __init__(self, held: Named[Any]):
     self.name, self.shapes, self.bytes = str(held["case"]), held["shapes"], float(held["bytes"])
@@ -64,7 +64,7 @@ class Case:
     self.rows, self.figures = Named(where, rows), Named(where, held.get("figures", {}))
 
   def has(self, name: str) -> bool:
-    """True where a contender has a time: peers may not be installed, or not take the shape."""
+    """True where a contender has a time: peers may not take the shape."""
     return name in self.rows and self.rows[name].get("us") is not None
 
   def time(self, name: str) -> Timing:
@@ -110,7 +110,7 @@ class Results:
     return json.loads((self.folder / path).read_text("utf-8"))
 
   def study(self, path: str) -> Named[Any]:
-    """A JSON file whose figures stand for its walks, or its texts; else for one run."""
+    """A JSON file, whose figures stand for its walks or texts, or for one run."""
     held = self.json(path)
     texts = held.get("texts") or held.get("starts") or [path]
     listed = texts.partition("(")[0].split(",") if isinstance(texts, str) else texts

@@ -1,4 +1,4 @@
-"""Figures of evaluations: scores, differences and costs of methods, each with its rows."""
+"""Figures of evaluations: scores and differences of methods, with their rows."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -70,7 +70,7 @@ class View:
     return Figure(cells.span(counts, "{}"), self.records(one, *there))
 
   def shown(self, one: Standing, tasks: Sequence[str]) -> dict[str, Any]:
-    """Scores in tasks, their mean, what that is less than the full cache's, and divergence."""
+    """Scores in tasks, their mean, its gap to the full cache's, and divergence."""
     found = {"method, budget": called(one)}
     found["n"] = self.n(one, *(tasks if one.score else one.tasks))
     for task in tasks:

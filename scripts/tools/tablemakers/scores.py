@@ -1,4 +1,4 @@
-"""Scores without costs: methods on one task, quality per byte, and SmolLM2's evaluation."""
+"""Scores without costs: methods on a task, quality per byte, and SmolLM2."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from scripts.tools.tablemakers.scored import called, summary, views
 
 
 def task(results: Results, where: str) -> Part:
-  """Methods on a folder's task, full first, then by budget and by what they find."""
+  """Methods on a folder's task, full first, then by budget and score."""
   folder, _, name = where.partition(" ")
   sizes = cache_bytes(row for row in results.rows(folder) if row["task"] == name)
   view, *_ = views(results, folder, lambda row: row["task"] == name) or [None]
@@ -53,7 +53,7 @@ BEST = 3  # of each share, the best by score; others of it are in the summary
 
 
 def per_byte(results: Results) -> Part:
-  """Of each share of the bytes, the methods that find most; the full cache first."""
+  """The full cache, then of each share of its bytes the methods that find most."""
   (view,) = views(results, real.FOLDER, _counts)
   sizes = cache_bytes(filter(_counts, results.rows(real.FOLDER)))
   shares = {who: size / sizes[FULL, None] for who, size in sizes.items()}
@@ -81,19 +81,15 @@ def _counts(row: dict[str, Any]) -> bool:
 SUMMARY, SETTINGS = (f"{GPU}/evaluation/{name}.json" for name in ("summary", "settings"))
 LENGTHS = (1024, 2048, 4096)
 # In these the full cache reaches half at 1K and 2K.
-RULER = (
-  *("niah_single_1", "niah_single_2", "niah_single_3"),
-  *("niah_multikey_1", "niah_multivalue", "niah_multiquery"),
-)
+RULER = ("single_1", "single_2", "single_3", "multikey_1", "multivalue", "multiquery")
 
 
 def smollm2(results: Results) -> Part:
   """A needle and divergence at 2K, and percent, the mean of RULER's tasks, by length.
 
-  Methods whose walks cannot end early at a length have no figure there, nor those that were not
-  asked.
+  Walks that are too short to end early at a length have no figure there.
   """
-  settings = results.json(SETTINGS)
+  settings, ruler = results.json(SETTINGS), [f"niah_{name}" for name in RULER]
   held = summary(results, SUMMARY, settings["device"])
 
   def mean(tasks: Sequence[str], length: int, who: tuple[str, int | None]) -> Number | None:
@@ -106,7 +102,7 @@ def smollm2(results: Results) -> Part:
   for who in dict.fromkeys(cell[2:] for cell in held if not cell[2].startswith("ltri")):
     kl = None if walks.too_short(*who, 2048, settings) else held.get(("kl", 2048, *who))
     needle = mean(("needle",), 2048, who)
-    row = [needle, kl and kl["also"]["kl"]["mean"], *(mean(RULER, n, who) for n in LENGTHS)]
+    row = [needle, kl and kl["also"]["kl"]["mean"], *(mean(ruler, n, who) for n in LENGTHS)]
     rows.append((who[1] or 0, -(needle or 0), [str(who[1] or "–"), f"`{who[0]}`", *row]))
   head = ["budget", "method", ("needle", "{:.0f}"), ("KL, nats", "{:.4f}")]
   head += [(f"RULER at {n >> 10}K", "{:.1f}") for n in LENGTHS]

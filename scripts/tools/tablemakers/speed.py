@@ -1,4 +1,4 @@
-"""Times of dense decode, steps and prompts, on one device and on several, beside bounds."""
+"""Times of dense decode, steps and prompts, on one device and several."""
 
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
 from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
@@ -11,14 +11,14 @@ decode = Cases("decode").table(
   ("share of read", faster("kvjax", "read")),
   ("over cuDNN", longer("kvjax", f"jax cuDNN|{CUDNN}")),
   ("torch cuDNN SDPA", CUDNN),
-  ("jax cuDNN", "jax cuDNN"),
+  "jax cuDNN",
   ("torch flash SDPA", "torch flash|torch flash (heads)"),
-  ("FlashInfer", "FlashInfer"),
+  "FlashInfer",
 )
 
 
 def cards(results: Results) -> Part:
-  """Dense decode on both cards: the time, of a read, over the fastest of cuDNN's."""
+  """Dense decode on both cards: the time, of a read, over cuDNN's best."""
   columns = {
     "kvjax": own(),
     "of a read": faster("kvjax", "read"),
@@ -47,7 +47,7 @@ cuts = Cases("cuts", card=H100).table(("over the fastest cut", figure("over the 
 
 # ---- whole steps
 
-# A token's time over matrix products and the bytes of keys and values, and beside peers.
+# A token's time over matrix products and the bytes of keys and values, and peers.
 steps = Cases().table(
   ("kvjax, a token", own()),
   ("over XLA's products + KV", figure("over XLA's products + KV", "{:.3f}", "products (XLA)")),
@@ -55,10 +55,10 @@ steps = Cases().table(
   ("over all bytes", cells.over_bytes()),
   ("PyTorch, compiled, CUDA graph", "torch, CUDA graph"),
   ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
-  ("transformers", "transformers"),
+  "transformers",
   ("transformers over ours", faster("kvjax", "transformers")),
 )
-# `generate` and a loop of one's own, as a user calls them, over a loop on the device.
+# `generate` and a loop of one's own over a loop on the device.
 generate = Cases("generate").table(
   ("loop on the device, a token", own("loop")),
   ("`generate`", longer("generate", "loop", "{:.3f}")),
@@ -83,26 +83,21 @@ FIGURES = {
 
 
 def prompts(results: Results, name: str) -> Part:
-  """A case's contenders, beside the full cache or else the first, and what is said of them."""
+  """A case's contenders, beside the full cache or else the first, and their figures."""
   case = results.bench("prefill")[name]
   names = list(filter(case.has, case.rows))
   reference = "Full" if "Full" in names else names[0]
   said = {x: form for x, form in FIGURES.items() if any(y.endswith(x) for y in case.figures)}
-  rows = [
-    [
-      contender,
-      own(contender)(case),
-      longer(contender, reference)(case),
-      *(case.figures.get(f"{contender}, {each}") for each in said),
-    ]
-    for contender in names
-  ]
+  rows = []
+  for who in names:
+    figures = (case.figures.get(f"{who}, {each}") for each in said)
+    rows.append([who, own(who)(case), longer(who, reference)(case), *figures])
   return cells.table((name, "time", f"over {reference}", *said.items()), rows)
 
 
 pieces = Cases("prefill", "^top layer").table(
   ("in pieces", own()),
-  ("dense", "dense"),
+  "dense",
   ("against dense", longer("kvjax", "dense")),
   ("of what queries see there", figure("visible")),
 )
@@ -121,7 +116,7 @@ def _reduces(case: Case, n: int = 1, kernel: str = "") -> Timing | None:
 
 
 def _over_share(case: Case) -> str | None:
-  """Over an equal share of one device's time, and the all-reduces; of steps with split heads."""
+  """Over a share of one device's time and the all-reduces, where heads are split."""
   several, reduces = cells.timed(case, SEVERAL), _reduces(case, 64)
   if not several or not reduces:
     return None

@@ -1,4 +1,4 @@
-"""Studies on the models' own activations: shared selections, certificates, and rounded caches."""
+"""Studies on models' own activations: sharing, certificates, rounded caches."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SHARED = {
 
 
 def sharing(results: Results, path: str) -> Part:
-  """Settings by method from the fewest retrievals to the most; what CIS is ahead by."""
+  """Settings by method and retrievals, the fewest first; what CIS is ahead by."""
   rows, study = [], results.study(path)
   for line, points in study["found"].items():
     for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"]):
@@ -40,7 +40,7 @@ def _within(point: Named, name: str) -> str:
 
 
 def certificates(results: Results, path: str) -> Part:
-  """Shares of the bounds that say something, and of those that fail; medians over the trivial."""
+  """Shares of bounds that are below the trivial, and that fail; medians over it."""
   rows, study = [], results.study(path)
   for row in study["rows"]:
     fails = say("{:.0f}" if row["fails"] == 0 else "{:.1%}", row["fails"])
@@ -63,13 +63,10 @@ def _share(row: Named, name: str) -> Figure:
 
 
 def codes(results: Results, folder: str) -> Part:
-  """Divergence from the full cache and needles found; the same with keys rounded as they are."""
-  files = (results.folder / folder / f"{name}.json" for name in ("summary", "without_mean"))
-  summary, *without = (
-    scored.summary(results, path.relative_to(results.folder).as_posix())
-    for path in files
-    if path.is_file()
-  )
+  """Divergence from the full cache and needles found, with and without keys' mean."""
+  names = (f"{folder}/{name}.json" for name in ("summary", "without_mean"))
+  there = (name for name in names if (results.folder / name).is_file())
+  summary, *without = (scored.summary(results, name) for name in there)
   rows, needles = [], any(cell[0] == "needle" for cell in summary)
   for (task, *cell), kl in summary.items():
     if task == "kl":

@@ -1,8 +1,7 @@
 """Times with their quartiles, and their ratios.
 
-A ratio to a reference that was not steady says nothing: where the quartiles of what is divided by
-are wider than 5 % of its median, they stand in the ratio's place. A time's own quartiles stand
-after it where they are as wide.
+Where the quartiles of what is divided by are wider than 5 % of its median, they
+stand in the ratio's place; a time's own stand after it where they are as wide.
 """
 
 import dataclasses
@@ -16,9 +15,9 @@ from scripts.tools.tablemakers.records import Figure, Number, Records
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Microseconds of a contender: the median, which has its source, and the quartiles around it.
+  """Microseconds of a contender: the median with its source, and the quartiles.
 
-  Between the marks of a format, `**` for the time that a row is about, stands the median.
+  A format such as `**`, for the time that a row is about, marks the median.
   """
 
   name: str
@@ -47,7 +46,7 @@ class Timing:
     return Figure(f"{low} to {high} {unit}", self.records)
 
   def __add__(self, other: "Timing | float") -> "Timing":
-    """This one and another, or a time that is known exactly, one after the other."""
+    """This one and another, or an exact time, one after the other."""
     if isinstance(other, Timing):
       name = f"{self.name} + {other.name}"
       return Timing(name, self.us + other.us, self.low + other.low, self.high + other.high)
@@ -94,14 +93,10 @@ def over(mine: Timing, reference: Timing) -> Ratio:
   Raises:
     ValueError: they are of unlike cards.
   """
-  return Ratio(_divided(mine, reference), reference)
+  records.alike((record,) for record in records.of(mine, reference))
+  return Ratio(mine.us / reference.us, reference)
 
 
 def gain(mine: Timing, reference: Timing) -> Ratio:
   """The same the other way round: how often as fast as the reference it is."""
-  return Ratio(_divided(reference, mine), reference)
-
-
-def _divided(top: Timing, bottom: Timing) -> Number:
-  records.alike((record,) for record in records.of(top, bottom))
-  return top.us / bottom.us
+  return Ratio(over(reference, mine).value, reference)

@@ -8,10 +8,10 @@ import importlib
 from collections.abc import Callable
 
 from scripts.tools.tablemakers.records import Figure, Number, Part, Record
-from scripts.tools.tablemakers.results import GPU, H100, Case, Named, Results
+from scripts.tools.tablemakers.results import GPU, H100, Case, Named, Results, Row
 
 __all__ = ["DOCUMENTS", "GPU", "H100", "maker"]
-__all__ += ["Case", "Figure", "Named", "Number", "Part", "Record", "Results"]
+__all__ += ["Case", "Figure", "Named", "Number", "Part", "Record", "Results", "Row"]
 
 _PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
 _PAGES += ("selection", "codes", "beside")

@@ -21,23 +21,23 @@ endless = Cases("art", "^p=inf").table(
 )
 # Walks that end: their splits, and the shares of the tiles visited and loaded.
 stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
-  ("splits", figure("splits", "{:.0f}")),
-  ("visited", figure("visited", "{:.0%}")),
-  ("loaded", figure("loaded", "{:.0%}")),
+  cells.said("splits", "{:.0f}"),
+  cells.said("visited", "{:.0%}"),
+  cells.said("loaded", "{:.0%}"),
   ("time", own("ART")),
   ("expected", figure("expected, µs", "{:.1f} µs")),
   ("dense", DENSE),
   ("a tile of a lone walk", figure("a tile of a lone walk, µs", "{:.2f} µs")),
-  ("of dense decode's bandwidth", figure("of dense decode's bandwidth", "{:.3f}", DENSE)),
+  cells.said("of dense decode's bandwidth", "{:.3f}", DENSE),
 )
 # One walk a KV head, read by many programs.
 shared = Cases("art", "^lone").table(
   ("ART", own("ART")),
   ("without an end", "ART, p = inf"),
   DENSE,
-  ("without an end over dense", longer("ART, p = inf", DENSE)),
+  ("without an end over dense", longer(DENSE, "ART, p = inf")),
   ("one program a walk", "one program"),
-  ("times as fast as that", faster("ART", "one program")),
+  ("times as fast as that", faster("one program", "ART")),
 )
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from kvjax.programs.evals import kept, store
-from scripts.tools.tablemakers import Figure, Part, Record, Results, cells, scored
+from scripts.tools.tablemakers import Figure, Part, Record, Results, Row, cells, scored
 
 FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
 LIMITS = "limits.json"
@@ -20,12 +20,11 @@ DIVIDED = {
 
 NEEDLE, SCORES = ("needle_kept", "needle_kept_by_kvpress"), ("score", "score_of_kvpress")
 
-Mean = dict[str, Any]  # of a cell: figures, settings, and their "record"
-Show = Callable[[Mean], str]  # empty where a library took no part
+Show = Callable[[Row], str]  # empty where a library took no part
 
 
 @functools.cache
-def found(results: Results, folder: str) -> list[tuple[dict[str, Any], list[dict], list[Mean]]]:
+def found(results: Results, folder: str) -> list[tuple[Row, list[Row], list[Row]]]:
   """Of each model its settings, its rows, and each cell's means.
 
   Raises:
@@ -48,7 +47,7 @@ def found(results: Results, folder: str) -> list[tuple[dict[str, Any], list[dict
   return models
 
 
-def _layers(row: dict[str, Any]) -> dict[str, float]:
+def _layers(row: Row) -> dict[str, float]:
   by_layer = row.get("kept_by_layer")
   return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
 

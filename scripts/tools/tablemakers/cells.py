@@ -7,7 +7,7 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, records, timings
+from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, Row, records, timings
 from scripts.tools.tablemakers.timings import Ratio, gain, over
 
 Column = Callable[[Case], Any] | str  # or a contender, for its time
@@ -73,7 +73,7 @@ def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -
   return part if part.rows else Part()
 
 
-def framed(rows: Iterable[dict[str, Any]], labels: int = 1) -> Part:
+def framed(rows: Iterable[Row], labels: int = 1) -> Part:
   """The same of rows by their columns; what a row lacks is a dash."""
   rows = list(rows)
   head = list(dict.fromkeys(name for row in rows for name in row))
@@ -155,7 +155,7 @@ def own(names: str = "kvjax") -> Column:
 
 
 def longer(
-  mine: str, reference: str, form: str = "{:.2f}", how: Callable[..., Ratio] = over
+  reference: str, mine: str = "kvjax", form: str = "{:.2f}", how: Callable[..., Ratio] = over
 ) -> Column:
   """Ratio of this time to the reference's, if both have one."""
 
@@ -188,3 +188,8 @@ def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
     return Ratio(text, took) if (took := timed(case, reference)) else text
 
   return show
+
+
+def said(name: str, form: str = "{:.2f}", reference: str = "") -> tuple[str, Column]:
+  """The same, under its own name."""
+  return name, figure(name, form, reference)

@@ -7,7 +7,7 @@ from scipy.stats import binomtest
 
 from kvjax.programs.evals import stats
 from scripts.studies.needle_recall import mean_recall
-from scripts.tools.tablemakers import GPU, H100, Figure, Number, Part, Record, Results, cells
+from scripts.tools.tablemakers import GPU, H100, Figure, Number, Part, Record, Results, Row, cells
 from scripts.tools.tablemakers.cells import longer, own, say
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
@@ -61,7 +61,7 @@ def prefetch(results: Results) -> Part:
   for label, suite in (("", "offload"), (", concurrent regions", "offload_graphs")):
     for mark in ("100K", "792K"):
       chunk, token = f"chunk at {mark}", f"token at {mark}"
-      columns = own(chunk), f"{chunk}, ahead", longer(f"{chunk}, ahead", chunk, "{:.3f}"), token
+      columns = own(chunk), f"{chunk}, ahead", longer(chunk, f"{chunk}, ahead", "{:.3f}"), token
       row = (cells.cell(results.bench(suite)["stream"], column) for column in columns)
       rows.append([f"at {mark}{label}", *row])
   return cells.table(("four layers", "a chunk", "prefetch", "over without", "a token"), rows)
@@ -109,7 +109,7 @@ def apart(results: Results, folder: str) -> Part:
   return cells.table([*head, ("p", "{:.1e}")], rows)
 
 
-def _read(results: Results, folder: str) -> tuple[dict[str, Any], ...]:
+def _read(results: Results, folder: str) -> tuple[Row, ...]:
   """What is said of a run; the answers of each method that was asked, and their records."""
   file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
   held = results.json(file)
@@ -121,20 +121,18 @@ def _read(results: Results, folder: str) -> tuple[dict[str, Any], ...]:
   return held["about"], asked, records
 
 
-def _withdrawn(name: str, about: dict[str, Any]) -> bool:
+def _withdrawn(name: str, about: Row) -> bool:
   """True where retrieval heads were found on these needles, or on unknown ones."""
   return name.startswith("ltri") and "all heads" not in name and not about.get("fitted")
 
 
-def _right(record: Record, found: dict[str, Any], listed: Iterable[str]) -> Figure:
+def _right(record: Record, found: Row, listed: Iterable[str]) -> Figure:
   right = [found[i]["right"] for i in listed]
   low, high = (round(100 * x) for x in stats.wilson(sum(right), len(right)))
   return Figure(f"{sum(right)} of {len(right)} ({low}–{high} %)", (record,))
 
 
-def _retrieved(
-  record: Record, about: dict[str, Any], name: str, answers: list[dict[str, Any]]
-) -> list[Any]:
+def _retrieved(record: Record, about: Row, name: str, answers: list[Row]) -> list[Any]:
   """Recall, by layer the mean over answers, then over steps; that by chance."""
   answers = [found for found in answers if found["recall"]]  # one that failed has none
   if not answers:

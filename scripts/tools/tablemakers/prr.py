@@ -18,21 +18,21 @@ def _hidden(case: Case) -> Ratio:
 layer = Cases("prr", "^(8B|GLM-4-9B-like) ").table(
   ("PRR", own("prr")),
   ("select first", "serial"),
-  ("gain", faster("prr", "serial")),
+  ("gain", faster("serial", "prr")),
   ("if parts hid", lambda case: say("{:.2f}", _hidden(case))),
   ("apart", "speculate + score"),
   ("side by side", "speculate beside score"),
   "select",
   "attend",
   "repair",
-  ("gain of S1", faster("prr, S1", "serial")),
-  ("of S2", faster("prr, S2", "serial")),
-  ("over peers", faster("prr", PEERS, "{:.1f}")),
+  ("gain of S1", faster("serial", "prr, S1")),
+  ("of S2", faster("serial", "prr, S2")),
+  ("over peers", faster(PEERS, "prr", "{:.1f}")),
 )
 steps = Cases("e2e_sparse", "^PRR ").table(
   ("select first", own("serial")),
-  ("speed by the profile", faster("by profile", "serial", "{:.3f}")),
-  ("speed at ρ = 1.25", faster("ρ = 1.25", "serial", "{:.3f}")),
+  ("speed by the profile", faster("serial", "by profile", "{:.3f}")),
+  ("speed at ρ = 1.25", faster("serial", "ρ = 1.25", "{:.3f}")),
   ("hit at ρ = 1.25", figure("hit, %", "{:.0f} %")),
 )
 calibration = Cases("prr", "^calibration").table(
@@ -47,7 +47,7 @@ def blocks(results: Results) -> Part:
   for case in results.cases("sparse", card=H100):
     _, unit, _, budget = case.name.split()
     row = rows.setdefault(int(budget), {"tokens": f"{int(budget):,}"})
-    row[f"blocks of {unit}"] = faster("kvjax", "FlashInfer block-sparse")(case)
+    row[f"blocks of {unit}"] = faster("FlashInfer block-sparse")(case)
   return cells.framed(rows[budget] for budget in sorted(rows))
 
 

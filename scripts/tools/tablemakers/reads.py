@@ -3,7 +3,7 @@
 import re
 
 from scripts.tools.tablemakers import GPU, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
+from scripts.tools.tablemakers.cells import Cases, faster, longer, own, say
 
 # ---- methods that read a part of the cache
 
@@ -14,17 +14,17 @@ scores = Cases("select", "^(Quest|InfLLM-v2) .* B1").table(
 )
 sparse = Cases("sparse").table(
   ("kvjax", own()),
-  ("over FlashInfer's paged decode", longer("kvjax", "FlashInfer paged")),
-  ("times as fast as its block-sparse", faster("kvjax", "FlashInfer block-sparse")),
+  ("over FlashInfer's paged decode", longer("FlashInfer paged")),
+  ("times as fast as its block-sparse", faster("FlashInfer block-sparse")),
 )
 # Whole steps beside the full cache's or those of copies, and what bytes allow.
 BESIDE = "Full|copies"
 steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
   ("a step", own()),
   ("full cache, or copies", BESIDE),
-  ("times as fast", faster("kvjax", BESIDE)),
-  ("of what bytes allow", figure("of what bytes allow", "{:.3f}", BESIDE)),
-  ("bytes allow", figure("bytes allow")),
+  ("times as fast", faster(BESIDE)),
+  cells.said("of what bytes allow", "{:.3f}", BESIDE),
+  cells.said("bytes allow"),
 )
 
 
@@ -40,13 +40,13 @@ def launches(results: Results) -> Part:
 # ---- CPE's step without groups, where retrievals are shared
 
 cpe = Cases("cpe", "keys$").table(
-  ("tokens a head", figure("tokens a head", "{:.0f}")),
+  cells.said("tokens a head", "{:.0f}"),
   ("CPE", own()),
   ("dense", "dense decode"),
-  ("times as fast", faster("kvjax", "dense decode")),
-  ("of the limit by bytes", figure("of the limit by bytes", reference="dense decode")),
+  ("times as fast", faster("dense decode")),
+  cells.said("of the limit by bytes", reference="dense decode"),
   ("torch flash SDPA", "torch flash"),
-  ("times as fast as flash", faster("kvjax", "torch flash")),
+  ("times as fast as flash", faster("torch flash")),
 )
 # Attention to a list alone, by how its tokens lie, beside dense decode over as many.
 cpe_alone = Cases("cpe", "the list alone$").table(
@@ -65,15 +65,15 @@ BASE = "dense decode|sparse decode"
 codes = Cases("quantised", r"^(listed )?int\d B").table(
   ("codes", own()),
   ("bfloat16", BASE),
-  ("times as fast", faster("kvjax", BASE)),
-  ("share of read", faster("kvjax", "read")),
+  ("times as fast", faster(BASE)),
+  ("share of read", faster("read")),
 )
 # Decode over heads of 0.4 to 1.6 of the mean, and over equal ones; steps of Ada-KV.
 per_head = Cases("per_head").table(
   ("heads of 0.4 to 1.6", own("shared|kvjax")),
   ("equal heads", "equal heads|SnapKV"),
-  ("times as fast", faster("shared|kvjax", "equal heads|SnapKV")),
-  ("where those share slots too", faster("shared", "equal heads, shared")),
+  ("times as fast", faster("equal heads|SnapKV", "shared|kvjax")),
+  ("where those share slots too", faster("equal heads, shared", "shared")),
 )
 
 
@@ -82,8 +82,8 @@ per_head = Cases("per_head").table(
 longflow = Cases("longflow", "^step").table(
   ("LongFlow", own()),
   "dense decode",
-  ("over dense", longer("kvjax", "dense decode")),
-  ("share of read", faster("kvjax", "read")),
+  ("over dense", longer("dense decode")),
+  ("share of read", faster("read")),
   "H2O in XLA",
 )
 

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from kvjax.programs.evals import choices, costs, families, store, walks
 from kvjax.programs.evals.costs import Board, Cost
 from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import GPU, Number, Part, Record, Results, cells, scored
+from scripts.tools.tablemakers import GPU, Number, Part, Record, Results, Row, cells, scored
 from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.scored import View, called
 from scripts.tools.tablemakers.timings import Timing, over
@@ -20,7 +19,6 @@ LEAST = 0.5  # the full cache's score in the tasks that are compared
 WITHDRAWN = ("duo_attention",)
 
 MS, KEPT = "ms a token (× full)", "GB kept a row (× full)"
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)

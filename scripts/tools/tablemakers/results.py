@@ -16,6 +16,7 @@ FOLDER = pathlib.Path(__file__).parents[2] / "results"
 GPU = "nvidia-h200"
 H100 = "nvidia-h100-80gb-hbm3"
 T = TypeVar("T")
+Row = dict[str, Any]  # of parsed JSON, or of a table
 
 
 def in_order(name: str) -> list[tuple[int, str]]:
@@ -93,7 +94,7 @@ class Results:
       found[case["case"]] = Case(sourced(case, whole, "cases", i))
     return Named(str(self.folder / file), found)
 
-  def _rows(self, folder: str) -> list[dict[str, Any]]:
+  def _rows(self, folder: str) -> list[Row]:
     """The rows of an evaluation; none where it is not there."""
     path = self.folder / folder
     return store.read(path) if path.is_dir() else []

@@ -2,17 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from kvjax.programs.evals import store
 from kvjax.programs.evals.costs import Cost, Point
 from kvjax.programs.evals.standing import Standing, Standings, standings
 from kvjax.programs.evals.stats import Estimate
-from scripts.tools.tablemakers import Figure, Named, Number, Record, Results, cells, records
+from scripts.tools.tablemakers import Figure, Named, Number, Record, Results, Row, cells, records
 from scripts.tools.tablemakers.results import sourced
 
 Cell = tuple[str, int, str, int | None]  # task, length, method, budget
-Row = Callable[[Standing], Sequence[Any]]  # the cells of a method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ class View:
     counts = (len(one.prompts[task]) for task in there)
     return Figure(cells.span(counts, "{}"), self.records(one, *there))
 
-  def shown(self, one: Standing, tasks: Sequence[str]) -> dict[str, Any]:
+  def shown(self, one: Standing, tasks: Sequence[str]) -> Row:
     """Scores in tasks, their mean, its gap to the full cache's, and divergence."""
     found = {"method, budget": called(one)}
     found["n"] = self.n(one, *(tasks if one.score else one.tasks))
@@ -78,7 +76,7 @@ class View:
       found[f"`{task}`{weak}"] = self.score(one, task)
     return found | {"mean": self.mean(one), "less full": self.gap(one), "KL, nats": self.kl(one)}
 
-  def ranked(self, ones: Iterable[Standing], row: Row) -> list[Sequence[Any]]:
+  def ranked(self, ones: Iterable[Standing], row: Callable[[Standing], Row]) -> list[Row]:
     """A row of each that has a mean, the largest first."""
     tasks = self.whole.tasks
     return cells.ranked(
@@ -87,10 +85,7 @@ class View:
 
 
 def views(
-  results: Results,
-  folder: str,
-  wanted: Callable[[dict[str, Any]], bool] = lambda row: True,
-  least: float = 0.0,
+  results: Results, folder: str, wanted: Callable[[Row], bool], least: float = 0.0
 ) -> list[View]:
   """By length and mode, those of the rows that are wanted."""
   if not (found := standings(filter(wanted, results.rows(folder)), least)):

@@ -1,11 +1,10 @@
 """Scores without costs: methods on a task, quality per byte, and SmolLM2."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import GPU, Number, Part, Results, cells, real
+from scripts.tools.tablemakers import GPU, Number, Part, Results, Row, cells, real
 from scripts.tools.tablemakers.cells import say
 from scripts.tools.tablemakers.scored import called, summary, views
 
@@ -18,7 +17,7 @@ def task(results: Results, where: str) -> Part:
   if view is None:
     return Part()
 
-  def row(one: Standing) -> dict[str, Any]:
+  def row(one: Standing) -> Row:
     size = Number(sizes[one.method, one.budget] / 1e6, *view.records(one, name))
     found = {"method, budget": called(one), "n": view.n(one, name)}
     found |= {"right, %": view.score(one, name, ".1f"), "less full": view.gap(one)}
@@ -30,7 +29,7 @@ def task(results: Results, where: str) -> Part:
   return cells.framed(rows)
 
 
-def cache_bytes(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int | None], float]:
+def cache_bytes(rows: Iterable[Row]) -> dict[tuple[str, int | None], float]:
   """Bytes of a row's cache by method and budget, the mean."""
   sizes: dict[tuple[str, int | None], list[int]] = {}
   for row in rows:
@@ -58,7 +57,7 @@ def per_byte(results: Results) -> Part:
   sizes = cache_bytes(filter(_counts, results.rows(real.FOLDER)))
   shares = {who: size / sizes[FULL, None] for who, size in sizes.items()}
 
-  def row(one: Standing, label: str) -> dict[str, Any]:
+  def row(one: Standing, label: str) -> Row:
     share = Number(shares[one.method, one.budget], *view.records(one, *TASKS))
     return {"share": label, **view.shown(one, TASKS), "cache": say("{:.0%}", share)}
 
@@ -70,7 +69,7 @@ def per_byte(results: Results) -> Part:
   return cells.framed(rows, labels=2)
 
 
-def _counts(row: dict[str, Any]) -> bool:
+def _counts(row: Row) -> bool:
   """True of the rows that are compared."""
   asked = row["task"] in (*TASKS, "kl") and not row["method"].startswith(real.WITHDRAWN)
   return asked and (row["length"], row["mode"]) == (LENGTH, "aware")

@@ -8,8 +8,8 @@ from scripts.tools.tablemakers.timings import Timing, over
 CUDNN = "torch cuDNN|torch cuDNN (heads)"
 decode = Cases("decode").table(
   ("kvjax", own()),
-  ("share of read", faster("kvjax", "read")),
-  ("over cuDNN", longer("kvjax", f"jax cuDNN|{CUDNN}")),
+  ("share of read", faster("read")),
+  ("over cuDNN", longer(f"jax cuDNN|{CUDNN}")),
   ("torch cuDNN SDPA", CUDNN),
   "jax cuDNN",
   ("torch flash SDPA", "torch flash|torch flash (heads)"),
@@ -21,8 +21,8 @@ def cards(results: Results) -> Part:
   """Dense decode on both cards: the time, of a read, over cuDNN's best."""
   columns = {
     "kvjax": own(),
-    "of a read": faster("kvjax", "read"),
-    "over cuDNN": longer("kvjax", f"jax cuDNN|{CUDNN}"),
+    "of a read": faster("read"),
+    "over cuDNN": longer(f"jax cuDNN|{CUDNN}"),
   }
   rows: dict[str, dict[str, str]] = {}
   for card, folder in (("H200", GPU), ("H100", H100)):
@@ -38,7 +38,7 @@ rows = Cases(card=H100).table(("a step, 8B's shape", own()), ("× all bytes", ce
 batcher = Cases("batcher", card=H100).table(
   ("live batch", own("Batcher")),
   ("batches that wait", "waiting"),
-  ("live over waiting", longer("Batcher", "waiting")),
+  ("live over waiting", longer("waiting", "Batcher")),
   ("tokens a second over a full batch's", figure("of a full batch")),
 )
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
@@ -50,22 +50,22 @@ cuts = Cases("cuts", card=H100).table(("over the fastest cut", figure("over the 
 # A token's time over matrix products and the bytes of keys and values, and peers.
 steps = Cases().table(
   ("kvjax, a token", own()),
-  ("over XLA's products + KV", figure("over XLA's products + KV", "{:.3f}", "products (XLA)")),
+  cells.said("over XLA's products + KV", "{:.3f}", "products (XLA)"),
   ("over ours + KV", figure("over our products + KV", "{:.3f}", "products")),
   ("over all bytes", cells.over_bytes()),
   ("PyTorch, compiled, CUDA graph", "torch, CUDA graph"),
-  ("PyTorch over ours", faster("kvjax", "torch, CUDA graph")),
+  ("PyTorch over ours", faster("torch, CUDA graph")),
   "transformers",
-  ("transformers over ours", faster("kvjax", "transformers")),
+  ("transformers over ours", faster("transformers")),
 )
 # `generate` and a loop of one's own over a loop on the device.
 generate = Cases("generate").table(
   ("loop on the device, a token", own("loop")),
-  ("`generate`", longer("generate", "loop", "{:.3f}")),
-  ("streamed", longer("generate, streamed", "loop", "{:.3f}")),
-  ("own loop", longer("own loop", "loop", "{:.3f}")),
-  ("`chunk=1`", longer("generate, chunk=1", "loop", "{:.3f}")),
-  ("an answer of 8 tokens", longer("short answer", "loop", "{:.3f}")),
+  ("`generate`", longer("loop", "generate", "{:.3f}")),
+  ("streamed", longer("loop", "generate, streamed", "{:.3f}")),
+  ("own loop", longer("loop", "own loop", "{:.3f}")),
+  ("`chunk=1`", longer("loop", "generate, chunk=1", "{:.3f}")),
+  ("an answer of 8 tokens", longer("loop", "short answer", "{:.3f}")),
 )
 
 
@@ -91,14 +91,14 @@ def prompts(results: Results, name: str) -> Part:
   rows = []
   for who in names:
     figures = (case.figures.get(f"{who}, {each}") for each in said)
-    rows.append([who, own(who)(case), longer(who, reference)(case), *figures])
+    rows.append([who, own(who)(case), longer(reference, who)(case), *figures])
   return cells.table((name, "time", f"over {reference}", *said.items()), rows)
 
 
 pieces = Cases("prefill", "^top layer").table(
   ("in pieces", own()),
   "dense",
-  ("against dense", longer("kvjax", "dense")),
+  ("against dense", longer("dense")),
   ("of what queries see there", figure("visible")),
 )
 
@@ -127,7 +127,7 @@ def _over_share(case: Case) -> str | None:
 gpus = Cases("scale", "^(?!Llama-3.1-70B)").table(
   ("one", "1 device"),
   ("several", own(SEVERAL)),
-  ("times as fast", faster(SEVERAL, "1 device")),
+  ("times as fast", faster("1 device", SEVERAL)),
   ("over its share + all-reduces", _over_share),
   ("an all-reduce in a chain", _reduces),
   ("several, XLA's all-reduces", "2 devices, XLA's kernel"),

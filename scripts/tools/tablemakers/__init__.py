@@ -1,7 +1,9 @@
 """Makers of the tables of README and the results, from the result files.
 
-In a document, `<!-- MODULE.NAME ARGUMENT: begin -->` and its `end` hold what
-`NAME` of a module here makes of the files, and of an argument if it takes one.
+A document says where: `<!-- MODULE.NAME ARGUMENT: begin -->` and its `end` hold what `NAME` of a
+module here makes of the files, and of an argument if it takes one. Figures are found by the names
+of their cases and contenders (`results`), and what is missing is named; ratios (`timings`) do not
+divide by what was not steady; tables (`cells`) take nothing without a source.
 """
 
 import importlib

@@ -8,7 +8,10 @@ PEERS = "score + top_k, lax + FlashInfer block-sparse"  # one by one
 
 
 def _hidden(case: Case) -> Ratio:
-  """Selecting first over what is left where scoring hides behind attention; no bound."""
+  """Selecting first over what is left where scoring hides behind attention.
+
+  No bound: a launch of both is shorter than the longer of the two where neither fills the GPU.
+  """
   first = case.time("select").us + case.time("attend").us
   longest = max(case.time("select"), case.time("speculate"), key=lambda timing: timing.us)
   parts = longest + case.time("repair") + max(0.0, case.bytes / longest.rate - longest.us)

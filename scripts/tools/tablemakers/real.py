@@ -15,7 +15,7 @@ from scripts.tools.tablemakers.timings import Timing, over
 FOLDER = f"{GPU}/real"
 LENGTHS = (8192, 32768)
 LEAST = 0.5  # the full cache's score in the tasks that are compared
-# Rows that are not shown: their gates were found on needles of the same draw.
+# Rows that are not shown: their gates were found on needles of the draw that they were tested on.
 WITHDRAWN = ("duo_attention",)
 
 MS, KEPT = "ms a token (× full)", "GB kept a row (× full)"

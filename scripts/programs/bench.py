@@ -49,6 +49,7 @@ import jax
 import numpy as np
 import tyro
 
+from kvjax.kernels.common.devices import slug
 from kvjax.programs import bench_files, common, compare, installed
 from kvjax.programs.suites import Case, Contender, exhausted, too_large
 
@@ -301,7 +302,7 @@ def main(options: Args) -> int:
 
 def results_of(folder: pathlib.Path, suite: str, facts: dict[str, str]) -> pathlib.Path:
   """<folder>/<device>/bench_<suite>.json."""
-  return folder / "-".join(facts["device"].lower().split()) / f"bench_{suite}.json"
+  return folder / slug(facts["device"]) / f"bench_{suite}.json"
 
 
 def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[dict]) -> None:
@@ -319,8 +320,7 @@ def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[
       (path, json.dumps({**facts, "cases": cases}, indent=1)),
       (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
     ):
-      with common.written_aside(whole) as aside:
-        aside.write_text(text + "\n")
+      common.write(whole, text)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -46,12 +45,7 @@ class Clock:
     self._first, self._begin = len(_spans), time.perf_counter()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: Any) -> None:
     self.compiling = _covered(_spans[self._first :], self._begin)
     self.running = time.perf_counter() - self._begin - self.compiling
 

@@ -26,6 +26,7 @@ import numpy as np
 import tyro
 
 import kvjax
+from kvjax.kernels.common.devices import slug
 from kvjax.models.decode.generate import compile_ahead, generate, prefill
 from kvjax.programs import bench, common, console
 from kvjax.programs.suites import e2e
@@ -123,9 +124,8 @@ def main(args: Args) -> None:
   print("\n  found: what the compilation cache had. The rest are seconds; trace, lower and compile")
   print("  are summed over programs and threads.")
   if args.out is not None:
-    path = args.out / "-".join(facts["device"].lower().split()) / "cold.json"
-    with common.written_aside(path) as aside:
-      aside.write_text(json.dumps({**facts, "length": args.length, "rows": rows}, indent=1) + "\n")
+    path = args.out / slug(facts["device"]) / "cold.json"
+    common.write(path, {**facts, "length": args.length, "rows": rows})
 
 
 def in_a_process(folder: str, *arguments: Any) -> dict[str, Any]:

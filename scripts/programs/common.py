@@ -426,3 +426,14 @@ def _on_device(x: Any) -> bool:
 def written_aside(path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:
   """A path to write a file to; it takes the name `path` when the block ends well."""
   return aside(path, replace=True)
+
+
+def write(path: pathlib.Path, content: Any) -> None:
+  """Writes a text, a figure, or anything else as JSON, into a file that is whole or not there."""
+  with written_aside(path) as aside:
+    if hasattr(content, "savefig"):
+      content.savefig(aside, format="png")
+      return
+    if not isinstance(content, str):
+      content = json.dumps(content, indent=1, ensure_ascii=False)
+    aside.write_text(content.rstrip("\n") + "\n", "utf-8")

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from tqdm import tqdm
@@ -60,12 +59,7 @@ class Step:
       self._out.flush()
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None:
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     self._done.set()
     if self._fleeting:
       if self._live:

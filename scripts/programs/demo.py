@@ -10,7 +10,6 @@ the full cache; each row is printed as soon as it is measured.
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import random
@@ -399,8 +398,7 @@ def main(args: Args) -> None:
       "row": {**row.about, "answers": row.answers},
       "results": [dataclasses.asdict(r) for r in shown],
     }
-    with common.written_aside(args.json) as path:
-      path.write_text(json.dumps(table, indent=2) + "\n", "utf-8")
+    common.write(args.json, table)
     print(f"\n  written to {args.json}")
 
 

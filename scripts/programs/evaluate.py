@@ -278,7 +278,7 @@ def add(results: store.Store, folders: Sequence[pathlib.Path], *, to_report: boo
     made = traces(results.folder)
     new = [trace for trace in traces(folder) if not _traced(made, trace)]
     if new:
-      _write_traces(results.folder, made + new)
+      common.write(results.folder / TRACES, json.dumps(made + new))
 
 
 def only_report(args: Args) -> list[dict[str, Any]]:
@@ -364,16 +364,11 @@ def trace(
         continue
     made.append({**named, "task": cell.task.name, "reports": tracing.plain(reports)})
     if jax.process_index() == 0:
-      _write_traces(folder, made)
+      common.write(folder / TRACES, json.dumps(made))
 
 
 def _traced(made: Sequence[dict[str, Any]], named: dict[str, Any]) -> bool:
   return any(all(other[name] == named[name] for name in TRACED) for other in made)
-
-
-def _write_traces(folder: pathlib.Path, made: Sequence[dict[str, Any]]) -> None:
-  with common.written_aside(folder / TRACES) as path:
-    path.write_text(json.dumps(made) + "\n", "utf-8")
 
 
 def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> str:
@@ -382,11 +377,8 @@ def report(folder: pathlib.Path, rows: list[dict[str, Any]], command: str) -> st
   summaries = summary.summarise(rows, settings)
   of = f"rows of kvjax {settings['kvjax']}, in batches of {settings['batch']}"
   text = f"{summary.table(summaries)}\n\n  {of}\n  made with: {command}"
-  with common.written_aside(folder / "summary.txt") as path:
-    path.write_text(text + "\n", "utf-8")
-  with common.written_aside(folder / "summary.json") as path:
-    listed = [dataclasses.asdict(s) for s in summaries]
-    path.write_text(json.dumps(listed, indent=1) + "\n", "utf-8")
+  common.write(folder / "summary.txt", text)
+  common.write(folder / "summary.json", [dataclasses.asdict(s) for s in summaries])
   return text
 
 

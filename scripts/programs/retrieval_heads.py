@@ -361,8 +361,7 @@ def main(args: Args) -> None:
     "heads": heads,
     "scores": found.round(4).tolist(),
   }
-  with common.written_aside(args.out) as path:
-    path.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+  common.write(args.out, about)
   if args.pattern is not None:
     every = gates(scores(model, samples), model.config.kv_heads)
     with common.written_aside(args.pattern) as path:

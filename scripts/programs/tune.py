@@ -317,8 +317,7 @@ def write(path: pathlib.Path, made: dict[str, Any]) -> None:
   if "bucket" in made:
     entries = held(path).get("entries", [])
     made = {"entries": [x for x in entries if x["bucket"] != made["bucket"]] + [made]}
-  with common.written_aside(path) as aside:
-    aside.write_text(json.dumps({**versions(), **made}, indent=1) + "\n")
+  common.write(path, {**versions(), **made})
 
 
 def versions() -> dict[str, str]:

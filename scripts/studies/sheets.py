@@ -1,13 +1,12 @@
-"""Parts of all studies: the model's name, texts, and files that are whole or not there."""
+"""Parts of all studies: the model's name, and texts."""
 
-import json
 import pathlib
-from typing import Any
 
 import numpy as np
 
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import bench, common
+from kvjax.programs import bench
+from kvjax.programs.common import write as write
 from kvjax.programs.evals import haystack
 
 
@@ -30,14 +29,3 @@ def words(start: str, count: int) -> str:
 def tokens(tokenizer: Tokenizer, text: str, count: int) -> np.ndarray:
   """The first tokens of a text, int32."""
   return np.asarray(tokenizer.encode(text)[:count], np.int32)
-
-
-def write(path: pathlib.Path, content: Any) -> None:
-  """Writes a text, a figure, or anything else as JSON."""
-  with common.written_aside(path) as aside:
-    if hasattr(content, "savefig"):
-      content.savefig(aside, format="png")
-      return
-    if not isinstance(content, str):
-      content = json.dumps(content, indent=1, ensure_ascii=False)
-    aside.write_text(content.rstrip("\n") + "\n", "utf-8")

@@ -40,15 +40,6 @@ from kvjax.programs import common, console
 SECONDS, SILENCE, GROWTH = 10, 600, 2 << 30
 MEMORY = pathlib.Path("/dev/shm")  # files in memory, where there are: most of the time was writing
 READERS = ("gguf", "jinja2", "numpy", "orbax-checkpoint", "safetensors", "tokenizers")
-KINDS = (
-  *("gguf", "gguf part", "gguf structure"),
-  *("safetensors", "safetensors header", "index", "config", "tokenizer"),
-  *("config, experts", "config, windows", "config, long"),
-  *("tokenizer config", "checkpoint layer"),
-  *("orbax metadata", "orbax manifest", "orbax tree", "orbax arrays"),
-  *("checkpoint config", "checkpoint tokenizer", "checkpoint tokenizer config"),
-  *("saved header", "saved metadata", "saved manifest", "saved tree", "saved arrays"),
-)
 BINARY = ("gguf", "gguf part", "safetensors", "checkpoint layer")
 BINARY += ("orbax manifest", "orbax tree", "orbax arrays")
 BINARY += ("saved manifest", "saved tree", "saved arrays")
@@ -117,8 +108,8 @@ TARGETS = {
   "safetensors header": "hf/model-00001-of-00002.safetensors",
   "index": "hf/model.safetensors.index.json",
   "config": "hf/config.json",
-  **{f"config, {family}": f"{family}/config.json" for family in FAMILIES},
   "tokenizer": "hf/tokenizer.json",
+  **{f"config, {family}": f"{family}/config.json" for family in FAMILIES},
   "tokenizer config": "hf/tokenizer_config.json",
   "checkpoint layer": "made/items/layer_001.safetensors",
   "orbax metadata": f"{ORBAX}/_METADATA",
@@ -134,6 +125,7 @@ TARGETS = {
   "saved tree": f"{SAVED}/1/arrays/d/*",
   "saved arrays": f"{SAVED}/1/arrays/ocdbt.process_0/d/*",
 }
+KINDS = tuple(TARGETS)
 
 
 def target(folder: pathlib.Path, kind: str) -> pathlib.Path:
@@ -436,17 +428,16 @@ def main(args: Args) -> None:
   def save() -> None:
     """Saves what there is so far, a whole file at any time."""
     if args.out:
-      with common.written_aside(args.out / "fuzz.json") as file:
-        summary = {
-          "inputs": sum(map(Counter.total, results.values())),
-          "of": args.count,
-          "first": args.first,
-          "versions": {name: importlib.metadata.version(name) for name in READERS},
-          "seconds": round(time.perf_counter() - began),
-          "results": {kind: dict(count) for kind, count in results.items()},
-          "failures": failures,
-        }
-        file.write_text(json.dumps(summary, indent=1) + "\n")
+      summary = {
+        "inputs": sum(map(Counter.total, results.values())),
+        "of": args.count,
+        "first": args.first,
+        "versions": {name: importlib.metadata.version(name) for name in READERS},
+        "seconds": round(time.perf_counter() - began),
+        "results": {kind: dict(count) for kind, count in results.items()},
+        "failures": failures,
+      }
+      common.write(args.out / "fuzz.json", summary)
 
   with console.bar(args.count, "reading damaged files", "input") as bar:
 

@@ -10,7 +10,6 @@ arrays have driven out of the L2 cache. In the table stands the median of STEPS 
 
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import statistics
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import tyro
 
 import kvjax
+from kvjax.kernels.common.devices import slug
 from kvjax.programs import bench, common, console
 from scripts.benches._layer import holding, projected, step_of
 
@@ -150,7 +150,7 @@ def medians(found: list[list[tuple[str, float]]]) -> list[tuple[str, float]]:
 
 def main(args: Args) -> None:
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}"
-  found = {}
+  about, found = bench.environment(), {}
   for name, layer in layers().items():
     if args.only not in name:
       continue
@@ -160,15 +160,8 @@ def main(args: Args) -> None:
     print(f"\n{name}: {layer.method!r}")
     print(console.table(("launch", "µs"), [*rows, ["all", f"{total:.1f}"]]), flush=True)
     if args.out is not None:
-      write(args.out, found)
-
-
-def write(out: pathlib.Path, found: dict[str, list[tuple[str, float]]]) -> None:
-  about = bench.environment()
-  path = out / "-".join(about["device"].lower().split()) / "launches.json"
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with common.written_aside(path) as aside:
-    aside.write_text(json.dumps({"about": about, "layers": found}, indent=1) + "\n", "utf-8")
+      path = args.out / slug(about["device"]) / "launches.json"
+      common.write(path, {"about": about, "layers": found})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ one trace, the same live arrays, and no growth of the process.
 
 import dataclasses
 import functools
-import json
 import pathlib
 import resource
 import sys
@@ -25,6 +24,7 @@ import tyro
 from flax import nnx
 
 import kvjax
+from kvjax.kernels.common.devices import slug
 from kvjax.models.decode.generate import join, split
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
@@ -160,9 +160,8 @@ def main(args: Args) -> None:
       rows.append({"name": name, **run(name, args.steps)})
     jax.clear_caches()
     if args.out:
-      folder = args.out / "-".join(jax.devices()[0].device_kind.lower().split())
-      with common.written_aside(folder / "soak.json") as file:
-        file.write_text(json.dumps({"jax": jax.__version__, "methods": rows}, indent=1) + "\n")
+      folder = args.out / slug(jax.devices()[0].device_kind)
+      common.write(folder / "soak.json", {"jax": jax.__version__, "methods": rows})
   table = [
     (
       row["name"],

@@ -27,6 +27,7 @@ import numpy as np
 import tyro
 from flax import nnx
 
+from kvjax.kernels.common.devices import slug
 from kvjax.methods import labels
 from kvjax.models.decode.generate import generate
 from kvjax.models.decode.streams import PromptStream
@@ -104,8 +105,7 @@ def read(args: Args, folder: pathlib.Path) -> None:
   }
   answer, _ = generate(model, logits, caches, method, steps=STEPS)
   made = {"method": repr(method), "seen": int(stream.seen[0]), "tokens": answer.tokens[0].tolist()}
-  with common.written_aside(folder / RESULT) as file:
-    file.write_text(json.dumps({**made, "bits": {**found, "last": bits(answer.last)}}))
+  common.write(folder / RESULT, {**made, "bits": {**found, "last": bits(answer.last)}})
 
 
 def bits(x: Any) -> str:
@@ -173,9 +173,8 @@ def main(args: Args) -> None:
     "differ": differ,
   }
   if args.out:
-    folder = args.out / "-".join(jax.devices()[0].device_kind.lower().split())
-    with common.written_aside(folder / "soak_streams.json") as file:
-      file.write_text(json.dumps({"jax": jax.__version__, **record}) + "\n")
+    folder = args.out / slug(jax.devices()[0].device_kind)
+    common.write(folder / "soak_streams.json", json.dumps({"jax": jax.__version__, **record}))
   print(f"{whole['seen']:,} tokens, killed {len(killed['kills'])} times:", end=" ")
   print(f"differ: {', '.join(differ)}" if differ else "the same bits")
   sys.exit(1 if differ else 0)

@@ -87,7 +87,7 @@ class GGUF(Source):
   """
 
   def __init__(self, path: str | os.PathLike[str], *, max_context: int | None = None):
-    self.path = pathlib.Path(path)
+    self.path, self.where = pathlib.Path(path), f"{path}: metadata"
     if not self.path.is_file():
       raise FileNotFoundError(f"{path}: no such file, expected a .gguf file")
     self.metadata, self._tensors, _ = self._parts = gguf_parts.open_parts(self.path)
@@ -132,14 +132,14 @@ class GGUF(Source):
   def _entry(self, key: str, default: Any = None) -> Any:
     value = self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
     if value is None:
-      raise ValueError(f"{self.path}: metadata {key!r}: not found, expected an entry")
+      raise ValueError(f"{self.where} {key!r}: not found, expected an entry")
     return value
 
   def _positive(self, key: str, default: Any = None) -> float:
     value = self._entry(key, default)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value < math.inf:
-      raise ValueError(f"{self.path}: metadata {key!r}: found {value!r}, expected a number above 0")
+      raise ValueError(f"{self.where} {key!r}: found {value!r}, expected a number above 0")
     return float(value)
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
@@ -155,20 +155,13 @@ class GGUF(Source):
       self.names["mlp_norm"] = _NAMES["attention_after"]
     heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
     head_dim = self._entry("attention.key_length", dim // heads)
-    if self._entry("attention.value_length", head_dim) != head_dim:
-      raise NotImplementedError(
-        f"{self.path}: metadata 'attention.value_length': found "
-        f"{self._entry('attention.value_length')}, expected the head size {head_dim}"
-      )
+    if (size := self._entry("attention.value_length", head_dim)) != head_dim:
+      self.refuse("attention.value_length", size, f"the head size {head_dim}")
     if not self._entry("attention.causal", True):
-      raise NotImplementedError(
-        f"{self.path}: metadata 'attention.causal': found False, expected True or no entry"
-      )
+      self.refuse("attention.causal", False, "True or no entry")
     experts = self._experts() if "router" in family.names else {}
     if self._entry("expert_count", 0) and not experts:
-      raise NotImplementedError(
-        f"{self.path}: metadata 'expert_count': found {self._entry('expert_count')}, expected none"
-      )
+      self.refuse("expert_count", self._entry("expert_count"), "none")
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
@@ -224,10 +217,8 @@ class GGUF(Source):
     if isinstance(pattern, list) and len(pattern) == layers:
       return [window if slides else None for slides in pattern]
     if not isinstance(pattern, int):
-      raise NotImplementedError(
-        f"{self.path}: metadata 'attention.sliding_window_pattern': found {pattern!r}, expected a "
-        f"number, or {layers} booleans"
-      )
+      expected = f"a number, or {layers} booleans"
+      self.refuse("attention.sliding_window_pattern", repr(pattern), expected)
     return [None if pattern and (i + 1) % pattern == 0 else window for i in range(layers)]
 
   def _experts(self) -> dict[str, Any]:
@@ -241,10 +232,7 @@ class GGUF(Source):
     share = self.family.defaults.get("partial_rotary_factor", 1.0)
     turned = self._entry("rope.dimension_count", int(share * head_dim))
     if "partial_rotary_factor" not in self.family.defaults and turned != head_dim:
-      raise NotImplementedError(
-        f"{self.path}: metadata 'rope.dimension_count': found {turned}, expected the head size "
-        f"{head_dim}"
-      )
+      self.refuse("rope.dimension_count", turned, f"the head size {head_dim}")
     return dataclasses.replace(self._whole_rope(head_dim), partial=turned / head_dim)
 
   def _whole_rope(self, head_dim: int) -> Rope:
@@ -253,10 +241,8 @@ class GGUF(Source):
     kind, factor = self._scaling(theta)
     by_tensor = {name for name in (_ROPE_FREQS, *_LONG_ROPE.values()) if name in self._tensors}
     if by_tensor and (kind == "yarn" or factor != 1):
-      raise NotImplementedError(
-        f"{self.path}: metadata 'rope.scaling': found {kind!r} with the factor {factor} beside the "
-        f"tensor {min(by_tensor)}, expected one of the two"
-      )
+      both = f"{kind!r} with the factor {factor} beside the tensor {min(by_tensor)}"
+      self.refuse("rope.scaling", both, "one of the two")
     if by_tensor == {_ROPE_FREQS}:
       return Rope(theta, self._llama3(theta, head_dim))
     if by_tensor == set(_LONG_ROPE.values()):
@@ -269,10 +255,8 @@ class GGUF(Source):
     if kind == "yarn":
       return Rope(theta, self._yarn(theta, factor))
     if kind not in ("none", "linear"):
-      raise NotImplementedError(
-        f"{self.path}: metadata 'rope.scaling.type': found {kind!r} without its tensors, expected "
-        "'none', 'linear' or 'yarn'"
-      )
+      found = f"{kind!r} without its tensors"
+      self.refuse("rope.scaling.type", found, "'none', 'linear' or 'yarn'")
     return Rope(theta, None if factor == 1 else Linear(factor))
 
   def _scaling(self, theta: float) -> tuple[str, float]:
@@ -304,14 +288,9 @@ class GGUF(Source):
     for key in sorted(key for key in self.metadata if key.startswith(prefix)):
       name, found = key.removeprefix(prefix), self.metadata[key]
       if name in plain and found not in plain[name]:
-        raise NotImplementedError(
-          f"{self.path}: metadata 'rope.{name}': found {found}, expected "
-          f"{' or '.join(map(str, plain[name]))}, or no entry"
-        )
+        self.refuse(f"rope.{name}", found, f"{' or '.join(map(str, plain[name]))}, or no entry")
       if name not in plain and name not in _ROPE_ENTRIES:
-        raise NotImplementedError(
-          f"{self.path}: metadata 'rope.{name}': found {found}, expected no such entry"
-        )
+        self.refuse(f"rope.{name}", found, "no such entry")
 
   def _turns_by_factor(self, kind: str) -> bool:
     """True if rotated queries and keys are scaled, by YaRN or by LongRoPE."""

@@ -78,6 +78,7 @@ class HuggingFace(Source):
   ):
     self.path = pathlib.Path(path)
     self._file = self.path / "config.json"
+    self.where = f"{self._file}:"
     self._entries = files.read_json(self._file, "a Hugging Face folder")
     if self._entries.get("format") == "kvjax-checkpoint":
       raise ValueError(f"{self.path}: found a converted checkpoint, expected a Hugging Face folder")
@@ -126,9 +127,7 @@ class HuggingFace(Source):
     self.names = {**_NAMES, **{x: f"model.layers.{{i}}.{n}" for x, n in family.names.items()}}
     for key, value in {**_FIXED, **family.fixed}.items():
       if self._entries.get(key) not in (None, value):
-        raise NotImplementedError(
-          f"{self._file}: {key!r}: found {self._entries[key]!r}, expected {value!r} or no entry"
-        )
+        self.refuse(key, repr(self._entries[key]), f"{value!r} or no entry")
     heads, dim, layers = (
       self._entry(key) for key in ("num_attention_heads", "hidden_size", "num_hidden_layers")
     )
@@ -192,9 +191,7 @@ class HuggingFace(Source):
     if kinds is not None:
       known = dict(zip(_KINDS_OF_LAYERS, (None, window), strict=True))
       if len(kinds) != layers or not set(kinds) <= set(known):
-        raise NotImplementedError(
-          f"{self._file}: 'layer_types': found {kinds}, expected {layers} of {sorted(known)}"
-        )
+        self.refuse("layer_types", kinds, f"{layers} of {sorted(known)}")
       if window is None and "sliding_attention" in kinds:
         raise ValueError(
           f"{self._file}: 'layer_types': found 'sliding_attention' without a sliding window in "
@@ -232,10 +229,7 @@ class HuggingFace(Source):
     local: Any = {}
     if key == "rope_parameters":
       if set(given) - set(_KINDS_OF_LAYERS):
-        raise NotImplementedError(
-          f"{self._file}: {key!r}: found the entries {sorted(given)}, expected "
-          f"{' and '.join(_KINDS_OF_LAYERS)}"
-        )
+        self.refuse(key, f"the entries {sorted(given)}", " and ".join(_KINDS_OF_LAYERS))
       whole, local = (given.get(kind) or {} for kind in _KINDS_OF_LAYERS)
     theta, local_theta = self._entry("rope_theta"), self._entry("rope_local_base_freq")
     return self._rope(key, whole, theta), self._rope(key, local, local_theta)
@@ -257,9 +251,7 @@ class HuggingFace(Source):
       kind = "longrope"  # as Phi-3's first files call it, and transformers reads it
     untold = sorted(set(given) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})
     if kind is None and untold:
-      raise NotImplementedError(
-        f"{self._file}: {key!r}: found {untold} without a 'rope_type', expected one of {_ROPES}"
-      )
+      self.refuse(key, f"{untold} without a 'rope_type'", f"one of {_ROPES}")
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
@@ -275,9 +267,7 @@ class HuggingFace(Source):
     if partial > 1:
       raise ValueError(f"{self._file}: 'partial_rotary_factor': found {partial}, expected up to 1")
     if "partial_rotary_factor" not in self.family.defaults and partial != 1:
-      raise NotImplementedError(
-        f"{self._file}: 'partial_rotary_factor': found {partial}, expected 1.0 or no entry"
-      )
+      self.refuse("partial_rotary_factor", partial, "1.0 or no entry")
     stated = self._entry("max_position_embeddings")
     top = self._entries.get("original_max_position_embeddings")
     given = given if top is None else {**given, "original_max_position_embeddings": top}
@@ -298,9 +288,7 @@ class HuggingFace(Source):
         attention = _attention_factor(given, factor)
         yarn = Yarn(factor, original, fast, slow, attention, bool(given.get("truncate", True)))
         return Rope(theta, yarn, partial)
-    raise NotImplementedError(
-      f"{self._file}: {key!r}: found rope type {kind!r}, expected one of {_ROPES}"
-    )
+    self.refuse(key, f"rope type {kind!r}", f"one of {_ROPES}")
 
   def _longrope(self, given: dict[str, Any], stated: int, original: int) -> LongRope:
     """One set of divisors for all positions: that of the context that the model states.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by its name through it)
 import numpy as np
@@ -32,6 +32,7 @@ class Source(abc.ABC):
     names: what the file calls each tensor: the parts of a layer, by a pattern with {i} (and {e}
       where each expert has a tensor of its own), and "embedding", "norm" and "head".
     dtype: what matrices are rounded to, "float32" say; None: as `read` says.
+    where: words before the key of an entry of the config, in errors.
     query_scale: what the decoder's queries are multiplied by, where the model does not divide
       attention's logits by √H; 1 elsewhere. Norms over query heads take it in, else the weights.
   """
@@ -41,6 +42,7 @@ class Source(abc.ABC):
   family: Family
   names: Mapping[str, str]
   dtype: str | None = None
+  where: str = ""
   query_scale: float = 1.0
 
   @abc.abstractmethod
@@ -55,6 +57,10 @@ class Source(abc.ABC):
     number by 0.2 % of it at most, where 8-bit blocks are off by 0.4 % of their largest number, and
     4-bit ones by 3 % of their range. Vectors keep the file's dtype.
     """
+
+  def refuse(self, key: str, found: Any, expected: Any) -> NoReturn:
+    """Raises NotImplementedError for an entry of the config."""
+    raise NotImplementedError(f"{self.where} {key!r}: found {found}, expected {expected}")
 
   def item(self, name: str) -> Item:
     """The arrays of one checkpoint item, in the decoder's layout.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
+from kvjax.core import fields
 from kvjax.core.cache import CacheSpec
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
 
@@ -25,6 +27,7 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 
 # Gates of the MLP by name (`kvjax.models.nn.products.gated`).
 ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
+_SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_context")
 _FLAGS = (
   *("limited", "qkv_bias", "qk_norm", "norms_after", "norm_experts"),
   *("out_bias", "mlp_bias", "sinks"),
@@ -107,89 +110,62 @@ class ModelConfig:
   final_soft_cap: float | None = None
 
   def __post_init__(self):
-    called = type(self).__name__
-    for name in (
-      "vocab",
-      "dim",
-      "layers",
-      "heads",
-      "kv_heads",
-      "head_dim",
-      "ffn",
-      "max_context",
-    ):
+    called, expect = type(self).__name__, functools.partial(fields.expect, self)
+    for name in _SIZES:
       value = getattr(self, name)
-      if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{called}.{name}: found {value!r}, expected an integer of at least 1")
+      whole = isinstance(value, int) and not isinstance(value, bool)
+      expect(name, whole and value >= 1, "an integer of at least 1")
     for name in ("tie_embeddings", *_FLAGS):
       if not isinstance(getattr(self, name), bool):
         raise TypeError(f"{called}.{name}: found {getattr(self, name)!r}, expected a bool")
-    if self.heads % self.kv_heads:
-      raise ValueError(
-        f"{called}.heads: found {self.heads}, expected a multiple of kv_heads = {self.kv_heads}"
-      )
-    if self.head_dim % 2 or self.head_dim > _WIDEST_HEAD:
-      raise ValueError(
-        f"{called}.head_dim: found {self.head_dim}, expected an even number, at most {_WIDEST_HEAD}"
-      )
+    expect("heads", self.heads % self.kv_heads == 0, f"a multiple of kv_heads = {self.kv_heads}")
+    even = self.head_dim % 2 == 0 and self.head_dim <= _WIDEST_HEAD
+    expect("head_dim", even, f"an even number, at most {_WIDEST_HEAD}")
     for name in _CAPS:
       cap = getattr(self, name)
-      if cap is not None and not 0 < cap < math.inf:
-        raise ValueError(f"{called}.{name}: found {cap}, expected a finite number above 0, or None")
-    if not self.norm_eps > 0:
-      raise ValueError(f"{called}.norm_eps: found {self.norm_eps}, expected more than 0")
+      expect(name, cap is None or 0 < cap < math.inf, "a finite number above 0, or None")
+    expect("norm_eps", self.norm_eps > 0, "more than 0")
     if not isinstance(self.rope, Rope):
       raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
     for name in ("rope", "window_rope"):
       self._check_rope(name)
-    if self.activation not in ACTIVATIONS:
-      raise ValueError(
-        f"{called}.activation: found {self.activation!r}, expected one of {ACTIVATIONS}"
-      )
+    expect("activation", self.activation in ACTIVATIONS, f"one of {ACTIVATIONS}")
     self._check_windows()
     self._check_experts()
 
   def _check_rope(self, name: str) -> None:
     """Raises where a rotary embedding does not give each pair an angle."""
-    rope, called = getattr(self, name), f"{type(self).__name__}.{name}"
+    rope = getattr(self, name)
     if rope is None:
       return
     turned = rope.turned(self.head_dim)
     factors = getattr(rope.scaling, "factors", None)
-    if turned % 2 or turned < 2 or (factors is not None and len(factors) != turned // 2):
-      raise ValueError(
-        f"{called}: found {rope}, expected an even share of {self.head_dim} dimensions, "
-        "and a factor for each of its pairs"
-      )
+    shared = turned % 2 == 0 and turned >= 2
+    shared &= factors is None or len(factors) == turned // 2
+    share = f"an even share of {self.head_dim} dimensions, and a factor for each of its pairs"
+    fields.expect(self, name, shared, share)
     try:
       with np.errstate(all="ignore"):
         found = [*rope.frequencies(self.head_dim)[: turned // 2], rope.magnitude]
       usable = bool(np.isfinite(found).all()) and min(found) > 0
     except (ArithmeticError, TypeError, ValueError):
       usable = False
-    if not usable:
-      raise ValueError(f"{called}: found {rope}, expected numbers above 0 that give finite angles")
+    fields.expect(self, name, usable, "numbers above 0 that give finite angles")
 
   def _check_windows(self) -> None:
-    called = type(self).__name__
-    wrong = [x for x in self.windows if x is not None and (not isinstance(x, int) or x < 1)]
-    if wrong or len(self.windows) not in (0, self.layers):
-      raise ValueError(
-        f"{called}.windows: found {self.windows}, expected () or {self.layers} entries, one per "
-        "layer: tokens, or None"
-      )
+    right = all(x is None or (isinstance(x, int) and x >= 1) for x in self.windows)
+    right &= len(self.windows) in (0, self.layers)
+    entries = f"() or {self.layers} entries, one per layer: tokens, or None"
+    fields.expect(self, "windows", right, entries)
 
   def _check_experts(self) -> None:
-    called, some = type(self).__name__, self.experts_per_token
-    if not isinstance(self.experts, int) or self.experts < 0:
-      raise ValueError(f"{called}.experts: found {self.experts!r}, expected 0 or more")
-    if not isinstance(some, int) or not min(1, self.experts) <= some <= self.experts:
-      raise ValueError(
-        f"{called}.experts_per_token: found {some!r}, expected "
-        f"{f'1 to {self.experts}' if self.experts else '0 without experts'}"
-      )
-    if (self.mlp_bias or self.activation == "clipped") and not self.experts:
-      raise ValueError(f"{called}.experts: found 0, expected some with biases or a clipped gate")
+    every, some = self.experts, self.experts_per_token
+    fields.expect(self, "experts", isinstance(every, int) and every >= 0, "0 or more")
+    right = isinstance(some, int) and min(1, every) <= some <= every
+    wanted = f"1 to {every}" if every else "0 without experts"
+    fields.expect(self, "experts_per_token", right, wanted)
+    needed = self.mlp_bias or self.activation == "clipped"
+    fields.expect(self, "experts", every or not needed, "some with biases or a clipped gate")
 
   @property
   def groups(self) -> int:

@@ -64,20 +64,17 @@ class Args:
   """Folder for tables.txt, study.json and the pictures; made if need be."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Walked:
-  """The walks of one layer's query heads from one position."""
-
-  layer: int
-  tokens: int
-  walk: early_stops.Walk  # leading axes [K, G]
-
-
 ORDERS = {"newest": "newest tile first", "sinks": "first tile, then newest first"}
 
 
-def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> Iterator[Walked]:
-  """Every layer and position whose keys make whole tiles, at least `least` of them."""
+def walks(
+  arrays: dict[str, np.ndarray], tile: int, least: int, order: str
+) -> Iterator[tuple[int, int, early_stops.Walk]]:
+  """Every layer and position whose keys make whole tiles, at least `least` of them.
+
+  Yields:
+    The layer, the tokens up to the position, and the walks of its query heads [K, G].
+  """
   tokens = arrays["positions"] + 1
   able = (tokens % tile == 0) & (tokens >= least * tile)
   if not able.any():
@@ -93,8 +90,7 @@ def walks(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> I
       if order == "sinks":
         index = np.roll(index, 1)
       longest = length[:, None, :seen].max(-1)
-      walk = early_stops.over_tiles(part[:, :, i, index], mass[:, :, i, index], longest)
-      yield Walked(layer, seen, walk)
+      yield layer, seen, early_stops.over_tiles(part[:, :, i, index], mass[:, :, i, index], longest)
 
 
 def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
@@ -141,57 +137,43 @@ class Stops:
   found: early_stops.Truncation
 
 
-@dataclasses.dataclass
-class Cost:
-  """Reads and errors of one detector's stops, query head by query head.
-
-  Attributes:
-    visited, errors: of each walk.
-    able: whether a walk, or one of its splits, was long enough to stop before its end.
+def cost(walk: early_stops.Walk, stop: np.ndarray, patience: int) -> np.ndarray:
+  """Of each query head the share of the tiles that it reads, its error, and whether it was able to
+  stop before its end: [3, K·G].
   """
+  tiles, stop = walk.o.shape[-2], np.broadcast_to(stop, walk.mass.shape[:-1])
+  able = early_stops.can_stop(tiles, 1, 1, patience)
+  return _cost(early_stops.read(stop, tiles) / tiles, early_stops.error(walk, stop), able)
 
-  visited: list[np.ndarray] = dataclasses.field(default_factory=list)
-  errors: list[np.ndarray] = dataclasses.field(default_factory=list)
-  able: list[np.ndarray] = dataclasses.field(default_factory=list)
 
-  def add(self, walk: early_stops.Walk, stop: np.ndarray, patience: int) -> None:
-    tiles, heads = walk.o.shape[-2], walk.mass.shape[:-1]
-    stop = np.broadcast_to(stop, heads)
-    self._add(early_stops.read(stop, tiles), early_stops.error(walk, stop), tiles, 1, patience)
+def cost_of_splits(
+  walk: early_stops.Walk, parts: list[early_stops.Walk], moved: list[Any], tau: float
+) -> np.ndarray:
+  """`cost` of a walk in splits, each with its `movements`."""
+  ends = (early_stops.stops_of_movements(*each, tau, PHI, PATIENCE) for each in moved)
+  o, read = early_stops.joined(parts, [np.broadcast_to(x, walk.mass.shape[:-1]) for x in ends])
+  tiles, last = walk.o.shape[-2], walk.o[..., -1, :]
+  apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
+  return _cost(read / tiles, apart, early_stops.can_stop(tiles, 1, len(parts), PATIENCE))
 
-  def add_splits(
-    self, walk: early_stops.Walk, parts: list[early_stops.Walk], moved: list[Any], tau: float
-  ) -> None:
-    """Of a walk in splits, each with its `movements`."""
-    heads, stops = walk.mass.shape[:-1], []
-    for each in moved:
-      found = early_stops.stops_of_movements(*each, tau, PHI, PATIENCE)
-      stops.append(np.broadcast_to(found, heads))
-    o, read = early_stops.joined(parts, stops)
-    last = walk.o[..., -1, :]
-    apart = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
-    self._add(read, apart, walk.o.shape[-2], len(parts), PATIENCE)
 
-  def _add(
-    self, read: np.ndarray, errors: np.ndarray, tiles: int, splits: int, patience: int
-  ) -> None:
-    self.visited.append((read / tiles).ravel())
-    self.errors.append(errors.ravel())
-    able = early_stops.can_stop(tiles, 1, splits, patience)
-    self.able.append(np.full(errors.size, able))
+def _cost(visited: np.ndarray, errors: np.ndarray, able: bool) -> np.ndarray:
+  return np.stack([visited.ravel(), errors.ravel(), np.full(errors.size, able)])
 
-  def summary(self) -> dict[str, float]:
-    visited, errors = np.concatenate(self.visited), np.concatenate(self.errors)
-    able = np.concatenate(self.able)
-    return {
-      "visited": float(visited.mean()),
-      "able": float(able.mean()),
-      "stopped": float((visited < 1).mean()),
-      "stopped_of_able": float((visited < 1)[able].mean()) if able.any() else math.nan,
-      "error": float(errors.mean()),
-      "error_p99": float(np.quantile(errors, 0.99)),
-      "far_off": float((errors > 0.1).mean()),
-    }
+
+def summary(costs: list[np.ndarray]) -> dict[str, float]:
+  """Means over all walks of one detector."""
+  visited, errors, able = np.concatenate(costs, 1)
+  stopped = visited < 1
+  return {
+    "visited": float(visited.mean()),
+    "able": float(able.mean()),
+    "stopped": float(stopped.mean()),
+    "stopped_of_able": float(stopped[able > 0].mean()) if able.any() else math.nan,
+    "error": float(errors.mean()),
+    "error_p99": float(np.quantile(errors, 0.99)),
+    "far_off": float((errors > 0.1).mean()),
+  }
 
 
 KINDS = "query head", "group"  # who stops: each by itself, or those of a KV head together
@@ -215,26 +197,25 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
   Raises:
     ValueError: no recorded query sees `least` whole tiles.
   """
-  costs: dict[tuple[str, str], Cost] = collections.defaultdict(Cost)  # by kind and detector
+  costs: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)  # by detector
   alike: dict[float, list[np.ndarray]] = {tau: [] for tau in BOTH}
   curves: dict[int, list[np.ndarray]] = {}
   stops: list[Stops] = []
-  for walked in walks(arrays, tile, least, order):
-    walk, tiles = walked.walk, walked.walk.o.shape[-2]
-    heads = walk.mass.shape[:-1]
+  for layer, tokens, walk in walks(arrays, tile, least, order):
+    tiles, heads = walk.o.shape[-2], walk.mass.shape[:-1]
     seen, whole = _moved(early_stops.probe(walk.o)), _moved(walk.o)
     for kind, (name, detector) in itertools.product(KINDS, DETECTORS.items()):
       stop = early_stops.stops_of_movements(*seen[kind], *detector)
-      costs[kind, name].add(walk, stop, detector[-1])
+      costs[kind, name].append(cost(walk, stop, detector[-1]))
     for count in SPLITS:
       parts = early_stops.splits(walk, count)
       moved = [_moved(early_stops.probe(part.o)) for part in parts]
       for kind, tau in itertools.product(KINDS, BOTH):
-        cost, each = costs[kind, f"tau {tau:g}, {count} splits"], [x[kind] for x in moved]
-        cost.add_splits(walk, parts, each, tau)
+        split = cost_of_splits(walk, parts, [x[kind] for x in moved], tau)
+        costs[kind, f"tau {tau:g}, {count} splits"].append(split)
     read = np.maximum(np.ceil(LOADED * tiles).astype(int), 1)
     errors = [early_stops.error(walk, np.full(heads, t)) for t in read]
-    curves.setdefault(walked.layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
+    curves.setdefault(layer, []).append(np.stack(errors, -1).reshape(-1, len(LOADED)))
     for tau, kind in itertools.product(BOTH, KINDS):
       probed, oracle = (
         early_stops.stops_of_movements(*x[kind], tau, PHI, PATIENCE) for x in (seen, whole)
@@ -246,7 +227,7 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
       found = early_stops.truncation(walk, ended, tau, PATIENCE)
       found = early_stops.Truncation(*(part[ended != early_stops.NEVER] for part in found))
       visited = early_stops.read(probed, tiles) / tiles
-      stops.append(Stops(kind, tau, walked.layer, walked.tokens, probed, oracle, visited, found))
+      stops.append(Stops(kind, tau, layer, tokens, probed, oracle, visited, found))
   if not stops:
     raise ValueError(f"recording: found no query that sees {least} whole tiles of {tile} keys")
 
@@ -279,14 +260,14 @@ def study(arrays: dict[str, np.ndarray], tile: int, least: int, order: str) -> d
     return float(np.mean([s.visited for s in chosen(kind=kind, tau=tau, tokens=tokens)]))
 
   def summaries(kind: str, *names: str) -> dict[str, Any]:
-    return {name: costs[kind, name].summary() for name in names}
+    return {name: summary(costs[kind, name]) for name in names}
 
   lengths = sorted({s.tokens for s in stops})
   halves = [n for n in lengths if n in (lengths[0], lengths[len(lengths) // 2], lengths[-1])]
   return {
     "order": ORDERS[order],
     "tile": tile,
-    "walks": int(sum(len(x) for x in costs["query head", "ART"].visited)),
+    "walks": sum(x.shape[1] for x in costs["query head", "ART"]),
     "costs": summaries("query head", *DETECTORS),
     "splits": summaries("query head", *SPLIT),
     "groups": summaries("group", *DETECTORS, *SPLIT),
@@ -724,7 +705,7 @@ def _main_steps(args: Args, arrays: dict[str, np.ndarray], about: Any, title: st
   found = by_steps(fit, tested, args.tile)
   groups = sum(len(segment.mass) for segment in tested)
   facts = {"about": about, "fitted_on": texts, "tile": args.tile, "ends": ENDS, "steps": STEPS}
-  facts |= {"walks": groups * STEPS}
+  facts["walks"] = groups * STEPS
   text = steps_table(found, f"{title}; τ fitted on {', '.join(texts)}")
   stem = args.out / f"steps{args.tile}_{about['text'].split()[-1]}"
   sheets.write(stem.with_suffix(".txt"), text)

@@ -13,8 +13,8 @@ from tests.eval_data import recording
 def test_walks_see_whole_tiles_in_order():
   values = np.repeat(np.arange(64.0)[:, None], 40, 1)
   found = {o: list(art_study.walks(recording(values), 4, 6, o)) for o in art_study.ORDERS}
-  assert [(w.layer, w.tokens) for w in found["newest"]] == [(3, 32), (3, 64)]
-  newest, sinks = (found[o][0].walk.u[0, 0, :, 0] for o in ("newest", "sinks"))
+  assert [where for *where, _ in found["newest"]] == [[3, 32], [3, 64]]
+  newest, sinks = (found[o][0][-1].u[0, 0, :, 0] for o in ("newest", "sinks"))
   np.testing.assert_allclose(newest, [29.5 - 4 * t for t in range(8)])
   np.testing.assert_allclose(sinks, [1.5, *newest[:-1]])
 
@@ -26,12 +26,12 @@ def test_walks_are_those_of_each_query_by_itself(order):
   arrays = recording(rng.normal(size=(64, 40)))
   for name in "qk":
     arrays[f"layer3/{name}"] = rng.normal(scale=2, size=arrays[f"layer3/{name}"].shape)
-  for walked, i in zip(art_study.walks(arrays, 4, 6, order), (2, 3), strict=True):
-    index = np.arange(walked.tokens)[::-1]
+  for (_, tokens, walk), i in zip(art_study.walks(arrays, 4, 6, order), (2, 3), strict=True):
+    index = np.arange(tokens)[::-1]
     index = np.roll(index, 4) if order == "sinks" else index
     q, k, v = (arrays[f"layer3/{name}"] for name in "qkv")
     alone = early_stops.walk(q[:, :, i], k[:, None, index], v[:, None, index], 4)
-    for found, expected in zip(walked.walk, alone, strict=True):
+    for found, expected in zip(walk, alone, strict=True):
       np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), atol=1e-12)
 
 

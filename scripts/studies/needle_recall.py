@@ -300,20 +300,6 @@ def draw_ablation(found: dict[str, list[dict[str, Any]]]) -> Figure:
   return figure
 
 
-def load_answers(path: pathlib.Path, about: dict[str, Any]) -> dict[str, dict[str, Any]]:
-  """Answers of an earlier run with the same settings: method -> sample number -> answer."""
-  if not path.is_file():
-    return {}
-  try:
-    kept = json.loads(path.read_text("utf-8"))
-    settings, answers = kept["about"], kept["answers"]
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{path}: found {error!r}, expected the answers of a run") from error
-  if settings != about:
-    raise ValueError(f"{path}: found a run with other settings, expected {about}")
-  return answers
-
-
 def main(args: Args) -> None:
   common.check_numbers(args, **LEAST, samples=1, length=1, batch=1)
   methods = contestants(args)
@@ -329,7 +315,7 @@ def main(args: Args) -> None:
   about |= {"fitted": [each.told() for each in held]}
   about |= {"methods": {name: repr(method) for name, method in methods.items()}}
   path = args.out / "needles.json"
-  answers = load_answers(path, about)
+  answers = sheets.held(path, about, "answers") or {}  # method -> sample number -> answer
   model, tokenizer = common.load_model(args.checkpoint)
   if args.length > (most := model.config.max_context):
     methods.pop("full")

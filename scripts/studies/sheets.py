@@ -1,6 +1,8 @@
-"""Parts of all studies: the model's name, and texts."""
+"""Parts of all studies: the model's name, texts, and files of an earlier run."""
 
+import json
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,31 @@ def about(checkpoint: pathlib.Path | None) -> dict[str, str]:
 def words(start: str, count: int) -> str:
   """A text of so many tokens and more, from this speech on: a word is at least one."""
   return " ".join(haystack.words_from(start, count))
+
+
+def held(path: pathlib.Path, about: dict[str, Any], part: str) -> Any:
+  """A part of the file of an earlier run with the same settings; None: there is no file.
+
+  Raises:
+    ValueError: it is of other settings, or no such file.
+  """
+  if not path.is_file():
+    return None
+  try:
+    kept = json.loads(path.read_text("utf-8"))
+    settings, found = kept["about"], kept[part]
+  except (KeyError, TypeError, ValueError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected the {part} of a run") from error
+  refuse_other(path, settings, about)
+  return found
+
+
+def refuse_other(path: pathlib.Path, found: dict[str, Any], about: dict[str, Any]) -> None:
+  """Raises ValueError where a file is of a run with other settings, which it names."""
+  if found != about:
+    other = {name: found.get(name) for name, value in about.items() if found.get(name) != value}
+    wanted = {name: about[name] for name in other}
+    raise ValueError(f"{path}: found a run with {other}, expected {wanted}, or another folder")
 
 
 def tokens(tokenizer: Tokenizer, text: str, count: int) -> np.ndarray:

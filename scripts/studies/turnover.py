@@ -143,21 +143,13 @@ def texts_of(
   path = args.out / "texts.npz"
   if path.exists():
     with np.load(path) as held:
-      refuse_other(path, json.loads(str(held["about"])), about)
+      sheets.refuse_other(path, json.loads(str(held["about"])), about)
       return held["prompts"], held["answers"]
   prompts = prompts_of(tokenizer, args)
   answers = write(model, tokenizer, prompts, args)
   with common.written_aside(path) as aside, aside.open("wb") as file:
     np.savez(file, prompts=prompts, answers=answers, about=np.asarray(json.dumps(about)))
   return prompts, answers
-
-
-def refuse_other(path: pathlib.Path, found: dict[str, Any], about: dict[str, Any]) -> None:
-  """Raises ValueError where a file is of a run with other settings, which it names."""
-  if found != about:
-    other = {name: found.get(name) for name, value in about.items() if found.get(name) != value}
-    wanted = {name: about[name] for name in other}
-    raise ValueError(f"{path}: found a run with {other}, expected {wanted}, or another folder")
 
 
 # ---- predictions
@@ -234,17 +226,6 @@ def records(
   return made
 
 
-def load_records(path: pathlib.Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-  """Records of an earlier run with the same settings."""
-  try:
-    kept = json.loads(path.read_text("utf-8"))
-    settings, held = kept["about"], kept["records"]
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{path}: found {error!r}, expected the records of a run") from error
-  refuse_other(path, settings, about)
-  return held
-
-
 def table(held: Sequence[dict[str, Any]]) -> str:
   """A line for each method and budget: means over whole answers, and KL in some windows."""
   count = max(record["window"] or 0 for record in held) + 1
@@ -296,11 +277,11 @@ def main(args: Args) -> int:
   prompts, answers = texts_of(model, tokenizer, args, about)
   about |= {"window": args.window, "texts": zlib.crc32(answers.tobytes())}
   runs = [distinct(answer) for answer in answers]
-  report: dict[str, Any] = {"about": about, "distinct_runs": runs, "records": []}
-  if (path := args.out / "turnover.json").exists():
-    report["records"] = load_records(path, about)
-  there = {(record["method"], record["budget"]) for record in report["records"]}
-  missing = [entry for entry in chosen if entry.key not in there]
+  path = args.out / "turnover.json"
+  there = sheets.held(path, about, "records") or []
+  report: dict[str, Any] = {"about": about, "distinct_runs": runs, "records": there}
+  done = {(record["method"], record["budget"]) for record in there}
+  missing = [entry for entry in chosen if entry.key not in done]
   failed = 0
   with console.bar(len(missing) * args.answer, "methods", "token") as bar:
     for first in range(0, len(missing), args.together):

@@ -311,12 +311,12 @@ def enter_token_calls(kind: str) -> Calls:
     ("MHA-evicts", 32, 1, 128, bf16, True),
     ("odd-float32", 3, 3, 96, f32, True),
   ):
-    shapes = enter_token_shapes(2, heads, groups, 999, head_dim, dtype, evicts)
+    shapes = enter_token_shapes(heads, groups, head_dim, dtype, evicts)
     if evicts:
       shapes.append(floats(2, heads, 999))
     call = functools.partial(enter_token, rope=Rope())
     yield name, call, shapes
-  shapes = enter_token_shapes(2, 8, 4, 999, 128, bf16, False)
+  shapes = enter_token_shapes(8, 4, 128, bf16, False)
   turned = Rope(scaling=Yarn(4.0, 4096), partial=0.5)  # a factor on what is turned alone
   yield "partial", functools.partial(enter_token, rope=turned), shapes
   yield "ring", by_name(enter_token, "ring", rope=Rope()), [*shapes, ints(2, 8, 2)]
@@ -340,16 +340,13 @@ def enter_codes_calls(kind: str) -> Calls:
     ("odd-float16", 3, 3, 24, jnp.float16, 4, True),
     ("ring", 8, 4, 128, bf16, 8, None),
   ):
-    row = 2, heads
-    slots = *row, 999
-    shapes = [
-      of((*row, groups + 2, head_dim), dtype),
-      of((2,), bool),
-      ints(*row) if evicts else None,
+    row, slots = (2, heads), (2, heads, 999)
+    shapes = enter_token_shapes(heads, groups, head_dim, dtype, evicts)
+    shapes[3:5] = [
+      of((*slots, head_dim * bits // 8), jnp.int8),
+      of((*slots, head_dim * bits // 16), jnp.int16),
     ]
-    shapes += [of((*slots, head_dim * bits // 8), jnp.int8)]
-    shapes += [of((*slots, head_dim * bits // 16), jnp.int16), ints(*slots)]
-    shapes += [ints(2)] * 2 + [floats(*slots)] * (2 if bits == 8 else 4)
+    shapes += [floats(*slots)] * (2 if bits == 8 else 4)
     shapes += [ints(*row, 2) if evicts is None else None, floats(*row, head_dim)]
     call = by_name(enter_token, "ring", "mean", rope=Rope(), bits=bits)
     yield f"{name}-int{bits}", call, shapes
@@ -360,15 +357,15 @@ def part_entered(*arrays, **how):
   return enter_token(*arrays[:-1], rope=Rope(), part=(arrays[-1], 4 * 999), **how)
 
 
-def enter_token_shapes(batch, heads, groups, slots, head_dim, dtype, evicts):
-  """Abstract operands of `enter_token`."""
-  per_head, cache = (batch, heads), (batch, heads, slots, head_dim)
+def enter_token_shapes(heads, groups, head_dim, dtype, evicts):
+  """Abstract operands of `enter_token`: two rows of 999 slots."""
+  cache = of((2, heads, 999, head_dim), dtype)
   return [
-    of((*per_head, groups + 2, head_dim), dtype),
-    of((batch,), bool),
-    ints(*per_head) if evicts else None,
-    *(of(cache, dtype), of(cache, dtype), ints(*per_head, slots)),
-    *(ints(batch), ints(batch)),
+    of((2, heads, groups + 2, head_dim), dtype),
+    of((2,), bool),
+    ints(2, heads) if evicts else None,
+    *(cache, cache, ints(2, heads, 999)),
+    *(ints(2), ints(2)),
   ]
 
 
@@ -381,8 +378,7 @@ def keep_rows_calls(kind: str) -> Calls:
     ((2, 64), "bfloat16"),
   )
   stats = [of(shape, dtype) for shape, dtype in sizes]
-  run = functools.partial(keep_rows)
-  yield "all", run, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
+  yield "all", keep_rows, [of((2,), bool), of((2, 3, 5), "float32"), stats, stats]
 
 
 def longflow_calls(kind: str) -> Calls:
@@ -427,7 +423,6 @@ def product_calls(kind: str) -> Calls:
       (functools.partial(add_norm, eps=1e-6), [x, parts, floats(dim)]),
     ):
       called = getattr(function, "func", function)
-      function = functools.partial(function)
       yield f"{called.__name__}-{name}", function, arguments
   heads, scale = floats(4, 2, 8, 4, 128), floats(128)
   call = functools.partial(qkv_heads, dtype=bf16)
@@ -443,12 +438,10 @@ def prefill_calls(kind: str) -> Calls:
     name = f"{queries}-H{head_dim}-{jnp.dtype(dtype).name}"
     q, k = of((1, 8, 4, queries, head_dim), dtype), of((1, 8, 32768, head_dim), dtype)
     pos, qpos, state = ints(1, 8, 32768), ints(1, queries), floats(*q.shape[:4])
-    plain = functools.partial(prefill.prefill_attention)
-    run = functools.partial(plain, sinks=16)
+    run = functools.partial(prefill.prefill_attention, sinks=16)
     yield f"window-{name}", run, [q, k, k, qpos, qpos]
     if head_dim == 128 and queries == 8192:
-      yield f"plain-{name}", plain, [q, k, k, qpos]
-
+      yield f"plain-{name}", prefill.prefill_attention, [q, k, k, qpos]
     yield f"any-order-{name}", by_name(run, "q_sinks", "pos"), [q, k, k, qpos, qpos, q, pos]
     run = functools.partial(prefill.column_mass, sinks=16)
     yield f"mass-{name}", run, [q, k, pos, qpos, state, state, qpos]
@@ -460,12 +453,9 @@ def host_blocks_calls(kind: str) -> Calls:
     part = of((1, 8, 512, 128, head_dim), dtype)
     store = {"k": (part,) * segments, "v": (part,) * segments}
     block, name = ints(1, 16), f"{segments}-H{head_dim}"
-    fetch = functools.partial(host_blocks.fetch)
-    yield f"fetch-{name}", fetch, [store, block]
+    yield f"fetch-{name}", host_blocks.fetch, [store, block]
     new = of((1, 8, 16, 128, head_dim), dtype)
-    append = functools.partial(host_blocks.append)
-    arguments = [store, {"k": new, "v": new}, block, floats(8)]
-    yield f"append-{name}", append, arguments
+    yield f"append-{name}", host_blocks.append, [store, {"k": new, "v": new}, block, floats(8)]
 
 
 def prr_calls(kind: str) -> Calls:

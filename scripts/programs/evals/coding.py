@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.programs.evals import local, sandbox
-from kvjax.programs.evals.task import Count, Row, Task
+from kvjax.programs.evals.task import Count, Row, Task, check_length
 
 MAX_NEW_TOKENS = 1024
 CRUXEVAL = "cruxeval/cruxeval.jsonl"
@@ -73,11 +73,7 @@ def _row(
   name: str,
   scoring: Mapping[str, Any],
 ) -> Row:
-  used = count(*parts) + MAX_NEW_TOKENS
-  if used > length:
-    raise ValueError(
-      f"length: found {length} tokens, expected at least {used} for question and answer"
-    )
+  check_length(length, count(*parts) + MAX_NEW_TOKENS)
   return Row(*parts, (answer,), task, MAX_NEW_TOKENS, about={"id": name}, scoring=scoring)
 
 

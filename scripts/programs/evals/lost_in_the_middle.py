@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from kvjax.programs.evals import haystack, local, scores
-from kvjax.programs.evals.task import Count, Row, Task, rng
+from kvjax.programs.evals.task import Count, Row, Task, check_length, rng
 
 KEYS = (75, 140, 300)
 PLACES = 5  # evenly spaced, the first and the last pair among them
@@ -37,11 +37,7 @@ def _build(
   context = f"{_BEFORE}\n\nJSON data:\n{_json(placed)}\n"
   rows = [_asked(task, *pair) for pair in asked]
   used = count(context, *(text for row in rows for text in (row.question, "")))
-  used += len(rows) * MAX_NEW_TOKENS
-  if used > length:
-    raise ValueError(
-      f"length: found {length} tokens, expected at least {used} for question and answer"
-    )
+  check_length(length, used + len(rows) * MAX_NEW_TOKENS)
   about = {"place": place, "depth": place / (len(pairs) - 1)}
   first, later = rows[0], rows[1] if second else None
   return Row(context, first.question, "", first.answers, task, MAX_NEW_TOKENS, "", about, {}, later)

@@ -12,7 +12,7 @@ import warnings
 from typing import Any
 
 from kvjax.programs.evals import local, scores
-from kvjax.programs.evals.task import Count, Row, Task
+from kvjax.programs.evals.task import Count, Row, Task, check_length
 
 EXAMPLES = 8
 GSM_TOKENS = 256
@@ -29,20 +29,17 @@ def _few_shot(count: Count, problems: list[tuple[str, str]], *, task: str, lengt
   def tokens(n: int) -> int:
     return count("".join(examples[:n]), asked, prefix) + GSM_TOKENS
 
-  fitting = [n for n in range(len(examples), -1, -1) if tokens(n) <= length]
-  if not fitting:
-    raise ValueError(
-      f"length: found {length} tokens, expected at least {tokens(0)} for question and answer"
-    )
+  check_length(length, tokens(0))
+  fits = next(n for n in range(len(examples), -1, -1) if tokens(n) <= length)
   answer = worked.split("####")[-1].strip()
   return Row(
-    context="".join(examples[: fitting[0]]),
+    context="".join(examples[:fits]),
     question=asked,
     answer_prefix=prefix,
     answers=(answer,),
     task=task,
     max_new_tokens=GSM_TOKENS,
-    about={"examples": fitting[0]},
+    about={"examples": fits},
   )
 
 

@@ -101,6 +101,14 @@ def rng(task: str, seed: int, index: int) -> random.Random:
   return random.Random(f"{task} {seed} {index}")
 
 
+def check_length(length: int, least: int) -> None:
+  """Raises ValueError where a row would take more tokens than it may."""
+  if least > length:
+    raise ValueError(
+      f"length: found {length} tokens, expected at least {least} for question and answer"
+    )
+
+
 def fit(tokens: Callable[[int], int], length: int, most: int) -> tuple[int, int]:
   """The number of units of text with which a row takes at most `length` tokens, and these tokens.
 
@@ -116,10 +124,7 @@ def fit(tokens: Callable[[int], int], length: int, most: int) -> tuple[int, int]
     ValueError: a row without any unit is too long.
   """
   least = below = tokens(0)
-  if least > length:
-    raise ValueError(
-      f"length: found {length} tokens, expected at least {least} for question and answer"
-    )
+  check_length(length, least)
   low, high, above = 0, most + 1, None
   probe, turn = min(most, max(1, length // 16)), 0
   while high - low > 1:

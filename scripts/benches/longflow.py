@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -166,8 +167,7 @@ def _row_bytes(model: Transformer, method: kvjax.Method, capacity: int) -> int:
 
 def _batch(model: Transformer, method: kvjax.Method, capacity: int) -> int:
   """Rows that fill the device's memory; 2 where it does not tell its size."""
-  limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-  if limit is None:
+  if math.isinf(limit := suites.memory()):
     return 2
   # Beside its caches a row takes logits, and what comes of them.
   row = _row_bytes(model, method, capacity) + 12 * model.config.vocab

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +22,7 @@ from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, clocked, e2e, jax_contender, together
 from kvjax.programs.suites.decode import reference
 from kvjax.runtime import sharding
+from scripts.benches._layer import holding
 
 DEVICES = (2, 4)
 DECODER = "Llama-3.1-8B", 8, 32768
@@ -131,7 +131,7 @@ def decoder(label: str, name: str, batch: int, tokens: int, mesh: Mesh) -> Case:
   shapes = [jax.tree.map(_placed, caches, to) for to in (here, where)]
   alone: Any
   apart: Any
-  if (weight_bytes + cache_bytes) * (1 + 1 / n) < USABLE * memory():
+  if (weight_bytes + cache_bytes) * (1 + 1 / n) < USABLE * suites.memory():
     # What is whole everywhere would share its memory with the original, which is donated.
     copied = [cache.put(rows=jax.tree.map(jnp.copy, cache.rows)) for cache in caches]
     alone, apart = [caches], [jax.device_put(tuple(copied), where)]
@@ -204,11 +204,6 @@ class Turn:
 
   def __setitem__(self, index: int, caches: Any) -> None:
     self.held[index] = caches
-
-
-def memory() -> float:
-  """Bytes that the first device has; infinite where it does not say."""
-  return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def prompt(label: str, name: str, tokens: int, mesh: Mesh) -> Case:
@@ -362,16 +357,7 @@ def attention(label: str, batch: int, tokens: int, n: int, dtype: Any) -> Case:
   heads, groups, size = 8, 4, 128
   method, mesh = kvjax.Full(), kvjax.make_mesh(slots=n)
   spec = kvjax.CacheSpec(batch, tokens, heads, groups, size, 1, dtype)
-
-  @jax.jit
-  def fill(key: Any) -> kvjax.Cache:
-    cache = kvjax.Cache.empty(method, spec, 0)
-    k, v = (jax.random.normal(x, cache.slots["k"].shape, dtype) for x in jax.random.split(key))
-    pos = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), cache.pos.shape)
-    counted = jnp.full(batch, tokens, jnp.int32)
-    return cache.put(slots={"k": k, "v": v, "pos": pos}, rows={"seen": counted, "used": counted})
-
-  cache = fill(jax.random.key(0))
+  cache = holding(method, spec, tokens)
   q = jax.random.normal(jax.random.key(1), (batch, heads, groups, size), dtype)
 
   def attend(env: kvjax.Env, q: jax.Array, cache: kvjax.Cache) -> jax.Array:

@@ -118,7 +118,7 @@ def test_caches_that_fit_once_are_had_in_turn(monkeypatch):
   mesh = kvjax.make_mesh(heads=2)
   outputs = []
   for memory in (math.inf, 1.0):
-    monkeypatch.setattr(scale, "memory", lambda memory=memory: memory)
+    monkeypatch.setattr(scale.suites, "memory", lambda memory=memory: memory)
     made = scale.decoder("tiny", "tiny", 2, 64, mesh)
     steps = made.contenders[:2]
     for contender in (*steps, *steps):

@@ -135,20 +135,20 @@ def check_fits(*trees: Any) -> None:
   An allocator that is out of memory waits for each array of a program.
   """
   need = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
-  held = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
-  if need > held:
+  if need > (held := memory()):
     raise MemoryError(f"found {need / 1e9:.1f} GB of arrays, expected at most {held / 1e9:.1f}")
+
+
+def memory() -> float:
+  """Bytes that the first device has; infinite where it does not say."""
+  return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def too_large(label: str) -> str:
   """A suite's line for a case that does not fit."""
-  here = jax.devices()[0]
-  return f"  {label}: not run, takes more than the memory of {here.device_kind}{_sized(here)}"
-
-
-def _sized(here: jax.Device) -> str:
-  held = (here.memory_stats() or {}).get("bytes_limit")
-  return f", {held / 1e9:.0f} GB" if held else ""
+  size = "" if math.isinf(memory()) else f", {memory() / 1e9:.0f} GB"
+  here = jax.devices()[0].device_kind
+  return f"  {label}: not run, takes more than the memory of {here}{size}"
 
 
 def optional(name: str, make: Callable[[], Contender]) -> list[Contender]:

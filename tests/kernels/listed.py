@@ -39,6 +39,16 @@ def slots_of(table, count, start, stop, unit, sinks, b, h):
   return [s for s in listed if s < stop[b, 0] and (s < sinks or s >= start[b, 0])]
 
 
+def rings_and_victims(seen, slots):
+  """Rings [B, 3, 2] from slots 0, 2 and 6 on, closed at token 890, and the slots they give up."""
+  first, since = np.array([[0, 2, 6]] * len(seen), np.int32), 890
+  victim = first.copy()
+  for b, h in np.ndindex(*first.shape):
+    for _ in range(max(0, seen[b] - since) % (7 * 5 * 1)):  # without whole laps of all three
+      victim[b, h] = victim[b, h] + 1 if victim[b, h] + 1 < slots else first[b, h]
+  return np.stack([first, np.full_like(first, since)], -1), victim
+
+
 LENGTHS = (22, 9)
 
 

@@ -29,7 +29,7 @@ from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
 from tests.coded import own_codes
 from tests.kernels.decode_oracle import same_bits
-from tests.kernels.listed import codes
+from tests.kernels.listed import codes, rings_and_victims
 
 SLOTS = 7
 SEEN = np.array([0, 3, 900, 4], np.int32)  # of four rows: empty, half full, full, and idle
@@ -169,14 +169,7 @@ def test_against_oracle(rope, heads, groups, head_dim, bits, dtype, evicts):
 def test_rings_name_their_victims(bits):
   """As a victim does that is the ring's next slot, by a count from the position that closed it."""
   qkv, cache, mean = operands(6, 3, 2, 24, bits)
-  first, since = np.array([[0, 2, 6]] * 4), np.full((4, 3), 890)
-  victim = np.empty((4, 3), np.int32)
-  for b, h in np.ndindex(4, 3):
-    slot = first[b, h]
-    for _ in range(since[b, h], SEEN[b]):
-      slot = slot + 1 if slot + 1 < SLOTS else first[b, h]
-    victim[b, h] = slot
-  rings = np.stack([first, since], -1).astype(np.int32)
+  rings, victim = rings_and_victims(SEEN, SLOTS)
   out = enter(Rope.none(), bits, True)(qkv, rings, cache, mean)
   assert len(check(qkv, cache, mean, victim, bits, out, Rope.none())) == 9
 

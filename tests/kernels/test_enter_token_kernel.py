@@ -10,6 +10,7 @@ import pytest
 from kvjax import Linear, Rope, Yarn
 from kvjax.kernels.insertion.enter_token import enter_token
 from kvjax.testing.layer import rotate
+from tests.kernels import listed
 from tests.kernels.decode_oracle import same_bits
 
 SLOTS = 7
@@ -118,18 +119,10 @@ def test_against_oracle(heads, groups, head_dim, evicts):
 def test_rings_name_their_victims():
   """As a victim does that is the ring's next slot, by a count from the position that closed it."""
   arrays = list(operands(6, 3, 2, 24))
-  first, since = np.array([[0, 2, 6]] * 4), np.full((4, 3), 890)
-  victim, laps = np.empty((4, 3), np.int32), 7 * 5 * 1  # whole ones, of all three rings
-  for b, h in np.ndindex(4, 3):
-    slot = first[b, h]
-    for _ in range(max(0, arrays[-2][b] - since[b, h]) % laps):
-      slot = slot + 1 if slot + 1 < SLOTS else first[b, h]
-    victim[b, h] = slot
-  assert len(set(victim[2])) == 3
-  arrays[4] = victim
+  rings, arrays[4] = listed.rings_and_victims(arrays[-2], SLOTS)
+  assert len(set(arrays[4][2])) == 3
   want = enter(Rope())(*arrays)
   arrays[4] = None
-  rings = jnp.asarray(np.stack([first, since], -1), jnp.int32)
   for a, b in zip(enter(Rope(), True)(*arrays, rings), want, strict=True):
     np.testing.assert_array_equal(a, b)
 

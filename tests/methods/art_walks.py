@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from kvjax.testing.layer import softmax_average
+from tests.kernels.art_oracle import algorithm
 
 
 def walk(q, keys, values, sizes, method, pinned=0):
@@ -12,35 +13,16 @@ def walk(q, keys, values, sizes, method, pinned=0):
 
   Returns outputs [G, H], steps of every query, and how near a test was to its threshold.
   """
-  groups, head_dim = q.shape
-  strided = head_dim > 32 and method.probe == "strided32"
-  probe = [i * head_dim // 32 for i in range(32)] if strided else list(range(head_dim))
-  last, calm = np.zeros(q.shape), np.zeros(groups, int)
-  going, steps, margin = np.ones(groups, bool), np.zeros(groups, int), np.inf
-  out = np.zeros(q.shape)
-  for end in np.cumsum(sizes):
-    done = np.zeros(groups, bool)
-    for g in range(groups):
-      if not going[g]:
-        continue
-      steps[g] += 1
-      x = keys[:end] @ q[g] / math.sqrt(head_dim)
-      out[g] = softmax_average(x, values[:end])
-      new, old = out[g][probe], last[g][probe]
-      scale = np.sqrt(((new - old) ** 2).sum())
-      norms = np.sqrt((new**2).sum()) * np.sqrt((old**2).sum())
-      if method.relative and norms > 0:
-        scale = scale / np.sqrt((new**2).sum())
-      turn = 1 - (new @ old) / norms if norms > 0 else np.inf
-      calm[g] = calm[g] + 1 if norms > 0 and scale < method.tau and turn < method.phi else 0
-      done[g] = calm[g] >= method.patience
-      margin = min(margin, abs(scale - method.tau), abs(turn - method.phi))
-      last[g] = out[g]
-    if method.stop == "group":
-      done[:] = done[going].all() and going.any()
-    if end >= pinned:
-      going &= ~done
-  return out, steps, margin
+  ends = np.cumsum(sizes)
+  within = np.arange(max(sizes)) < np.array(sizes)[:, None]
+  place = np.where(within, (ends - sizes)[:, None] + np.arange(max(sizes)), 0)
+  how = {name: getattr(method, name) for name in ("tau", "phi", "patience", "relative")}
+  how |= {"full": method.probe != "strided32", "per_head": method.stop == "head", "splits": 1}
+  kept = np.searchsorted(ends, pinned) + 1  # tiles
+  _, (steps,), margin = algorithm(q, keys[place], values[place], within, kept=kept, **how)
+  read = zip(q, ends[steps - 1], strict=True)
+  out = [softmax_average(keys[:n] @ x / math.sqrt(q.shape[1]), values[:n]) for x, n in read]
+  return np.stack(out), steps, margin
 
 
 def known_walk(q, k, v, sizes, method, length):

@@ -54,9 +54,7 @@ def calibrate(model: Transformer, ids: list[int], args: Args) -> np.ndarray:
   Raises:
     ValueError: the text is too short, or an argument is below 1.
   """
-  for name in ("samples", "length", "batch"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"--{name}: found {getattr(args, name)}, expected at least 1")
+  common.check_numbers(args, samples=1, length=1, batch=1)
   needed = args.samples * args.length
   if len(ids) < needed:
     raise ValueError(

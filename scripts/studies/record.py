@@ -87,8 +87,7 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
     )
   if not args.layers or not all(0 <= layer < count for layer in args.layers):
     raise ValueError(f"--layers: found {args.layers}, expected some of 0 to {count - 1}")
-  if args.stride < 1:
-    raise ValueError(f"--stride: found {args.stride}, expected at least 1")
+  common.check_numbers(args, stride=1)
   ids = tokenizer.encode(text)[: args.length]
   if len(ids) < args.length or args.length < 1:
     raise ValueError(f"--length: found {args.length}, expected 1 to {len(ids)} (the text's tokens)")

@@ -417,8 +417,7 @@ def supervise(first: int, stop: int, note: Callable[[int, str, str], None]) -> N
 
 
 def main(args: Args) -> None:
-  if args.count < 1 or args.jobs < 1:
-    raise ValueError(f"--count, --jobs: found {args.count}, {args.jobs}, expected at least 1")
+  common.check_numbers(args, count=1, jobs=1)
   from concurrent.futures import ThreadPoolExecutor
 
   results: dict[str, Counter] = {kind: Counter() for kind in KINDS}

@@ -160,25 +160,13 @@ def test_nan_leaves_the_notes_alone():
   np.testing.assert_array_equal(after.rows["step"] - cache.rows["step"], [1, 0])
 
 
-class Reading(Wrapper):
-  """Its own form of attention."""
-
-  def attend(self, at, cache, plan, q):
-    return self.base.attend(at, cache, plan, q)
-
-
-class Planning(Wrapper):
-  """Its own form of the plan."""
-
-  def plan(self, at, cache, q, visible, carry):
-    return self.base.plan(at, cache, q, visible, carry)
+def with_own(move):
+  """A wrapper that has its own form of a move, which asks the base for it."""
+  form = lambda self, at, *rest: getattr(self.base, move)(at, *rest)  # noqa: E731
+  return type("Own", (Wrapper,), {move: form})
 
 
-class Spanning(Wrapper):
-  """Its own form of the span."""
-
-  def span(self, at, cache, window):
-    return self.base.span(at, cache, window)
+Planning = with_own("plan")
 
 
 class Doubled(CIS):
@@ -221,9 +209,7 @@ ROWS = CacheSpec(1, 64, 3, 1, 16, 8)
     (CIS(k=6), {"kv_heads": 2}, None),  # fewer rows than run at once
     (CIS(k=6), {"groups": 3}, None),
     (CIS(k=6), {"capacity": LANES + 1}, None),
-    (Reading(CIS(k=6)), {}, None),
-    (Planning(CIS(k=6)), {}, None),
-    (Spanning(CIS(k=6)), {}, None),
+    *((with_own(move)(CIS(k=6)), {}, None) for move in ("attend", "plan", "span")),
     (ART(CIS(k=6)), {}, None),
   ],
 )

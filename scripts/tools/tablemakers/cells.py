@@ -112,7 +112,7 @@ def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
 
 
 def cell(case: Case, column: Column) -> Any:
-  """What a column shows of a case; nothing if a contender has no time."""
+  """Value that a column shows of a case; None if a contender has no time."""
   return timed(case, column) if isinstance(column, str) else column(case)
 
 

@@ -110,7 +110,7 @@ def apart(results: Results, folder: str) -> Part:
 
 
 def _read(results: Results, folder: str) -> tuple[Row, ...]:
-  """What is said of a run; the answers of each method that was asked, and their records."""
+  """Words about a run, and the answers of each method that was asked, and their records."""
   file, card = f"{folder}/{FILE}", CARDS[folder.partition("/")[0]]
   held = results.json(file)
   asked = {name: found for name, found in held["answers"].items() if found}

@@ -60,7 +60,7 @@ Suite = Literal[tuple(sorted(SUITES))]  # type: ignore[valid-type]
 _SUITES = (f"    {name:11} {installed.summary(SUITES[name])}" for name in sorted(SUITES))
 __doc__ = "\n".join([str(__doc__), "Suites:\n", *_SUITES])
 ROUNDS = 3  # at most, where quartiles are wide
-PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python")
+PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python", "tokamax")
 
 
 @dataclasses.dataclass(frozen=True)

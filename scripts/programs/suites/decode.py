@@ -47,9 +47,8 @@ def case(name: str, shape: Shape, quick: bool, peers: bool) -> Case:
   ]
   if not quick:
     contenders += optional("kvjax (jax-triton)", lambda: _jax_triton(inputs, calls))
-  if peers and not shape.ragged:
-    contenders += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
-    contenders += _torch(inputs, calls)
+  if peers:
+    contenders += _peers(inputs, shape, calls)
   batch, kv_heads, groups, head_dim = inputs[0][0].shape
   return Case(
     name=name,
@@ -87,43 +86,82 @@ def _jax_triton(inputs: list[tuple], calls: int) -> Contender:
   return jax_contender("kvjax (jax-triton)", run, inputs, output=lambda s: s.o, calls=calls)
 
 
-def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:
-  """Its layout is [B, S, K, H]; the copies are made beforehand."""
+def _peers(inputs: list[tuple], shape: Shape, calls: int) -> list[Contender]:
+  """Other libraries, each in its own layout; of rows of different lengths those that take them."""
+  made = optional("tokamax", lambda: _tokamax(inputs, shape, calls))
+  if not shape.ragged:
+    made += optional("jax cuDNN", lambda: _jax_cudnn(inputs, calls))
+  try:
+    import torch
+  except ImportError:
+    print("  torch: not run (not installed)", flush=True)
+    return made
+  tensors = [tuple(torch.from_dlpack(x) for x in turn[:3]) for turn in inputs]
+  made += optional("FlashInfer paged", lambda: _flashinfer_paged(tensors, shape, calls))
+  made += optional("torch flex", lambda: _torch_flex(tensors, shape, calls))
+  if not shape.ragged:
+    made += _torch_sdpa(tensors, shape, calls)
+    if shape.batch == 1:
+      made += optional("FlashInfer", lambda: _flashinfer(tensors, calls))
+  return made
+
+
+def _by_token(inputs: list[tuple]) -> list[tuple]:
+  """q [B, 1, N, H] and k, v [B, S, K, H] of every turn: what jax's attention takes, as copies."""
   batch, kv_heads, groups, head_dim = inputs[0][0].shape
-  turns = [
+  return [
     (q.reshape(batch, 1, kv_heads * groups, head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2))
     for q, k, v, *_ in inputs
   ]
 
+
+def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:
+  """jax's attention by cuDNN."""
+
   def attend(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
-  def output(o):
-    return o.reshape(batch, kv_heads, groups, head_dim)
+  return jax_contender(
+    "jax cuDNN",
+    attend,
+    _by_token(inputs),
+    output=lambda o: o.reshape(inputs[0][0].shape),
+    calls=calls,
+  )
 
-  return jax_contender("jax cuDNN", attend, turns, output=output, calls=calls)
+
+def _tokamax(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
+  """tokamax's attention by its own kernels, whichever of them takes the shape first."""
+  import tokamax
+
+  lengths = jnp.asarray(shape.lengths()) if shape.ragged else None
+
+  def attend(q, k, v):
+    return tokamax.dot_product_attention(
+      *(q, k, v), key_value_seq_lengths=lengths, implementation=("mosaic", "triton")
+    )
+
+  return jax_contender(
+    "tokamax",
+    attend,
+    _by_token(inputs),
+    output=lambda o: o.reshape(inputs[0][0].shape),
+    calls=calls,
+  )
 
 
-def _torch(inputs: list[tuple], calls: int) -> list[Contender]:
+def _torch_sdpa(tensors: list[tuple], shape: Shape, calls: int) -> list[Contender]:
   """PyTorch's backends, with the queries of a group either as a query axis or as heads."""
-  try:
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-  except ImportError:
-    print("  torch: not run (not installed)", flush=True)
-    return []
-  tensors = [tuple(torch.from_dlpack(x) for x in turn[:3]) for turn in inputs]
-  batch, kv_heads, groups, head_dim = inputs[0][0].shape
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
   sdpa = torch.nn.functional.scaled_dot_product_attention
 
   def contender(name: str, backend: Any, as_heads: bool) -> Contender:
     def attend(q, k, v):
-      if as_heads:
-        q = q.reshape(batch, kv_heads * groups, 1, head_dim)
+      heads = _as_heads(q) if as_heads else q
       with sdpa_kernel(backend):
-        return sdpa(q, k, v, enable_gqa=as_heads and groups > 1).reshape(
-          batch, kv_heads, groups, head_dim
-        )
+        return sdpa(heads, k, v, enable_gqa=as_heads and shape.groups > 1).reshape(q.shape)
 
     return torch_contender(name, attend, tensors, calls=calls)
 
@@ -133,12 +171,36 @@ def _torch(inputs: list[tuple], calls: int) -> list[Contender]:
     ("torch flash", SDPBackend.FLASH_ATTENTION),
   ):
     # With one query per KV head both layouts are the same.
-    for as_heads in (False, True) if groups > 1 else (False,):
+    for as_heads in (False, True) if shape.groups > 1 else (False,):
       label = f"{name} (heads)" if as_heads else name
       made += optional(label, lambda: contender(label, backend, as_heads))  # noqa: B023
-  if batch == 1:
-    made += optional("FlashInfer", lambda: _flashinfer(tensors, calls))
   return made
+
+
+def _as_heads(q: Any) -> Any:
+  """[B, K, G, H] as [B, K·G, 1, H]."""
+  return q.reshape(q.shape[0], -1, 1, q.shape[-1])
+
+
+def _torch_flex(tensors: list[tuple], shape: Shape, calls: int) -> Contender:
+  """PyTorch's flex_attention, compiled: its decode kernel, which splits the keys."""
+  import torch
+  from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+  torch._dynamo.reset()  # else a shape counts as a recompilation of the one before
+  mask = None
+  if shape.ragged:
+    lengths = torch.from_numpy(shape.lengths()).cuda()
+    mask = create_block_mask(
+      lambda b, h, at, slot: slot < lengths[b], shape.batch, None, 1, shape.slots, device="cuda"
+    )
+  compiled = torch.compile(flex_attention, dynamic=False)
+
+  def attend(q, k, v):
+    heads = _as_heads(q)
+    return compiled(heads, k, v, block_mask=mask, enable_gqa=shape.groups > 1).reshape(q.shape)
+
+  return torch_contender("torch flex", attend, tensors, calls=calls)
 
 
 def _flashinfer(tensors: list[tuple], calls: int) -> Contender:
@@ -152,3 +214,39 @@ def _flashinfer(tensors: list[tuple], calls: int) -> Contender:
     return out.view(q.shape)
 
   return torch_contender("FlashInfer", attend, tensors, calls=calls)
+
+
+def _flashinfer_paged(tensors: list[tuple], shape: Shape, calls: int) -> Contender:
+  """FlashInfer's decode of a batch over pages of 16 tokens, as servers call it; planned before."""
+  import flashinfer
+  import torch
+
+  page, how = 16, {"dtype": torch.int32, "device": "cuda"}
+  lengths = torch.from_numpy(shape.lengths()).to(**how)
+  used = (lengths + page - 1) // page
+  first = torch.arange(shape.batch, **how) * (shape.slots // page)
+  indices = torch.cat([at + torch.arange(int(n), **how) for at, n in zip(first, used, strict=True)])
+  indptr = torch.nn.functional.pad(used.cumsum(0), (1, 0)).to(**how)
+  workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+  wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+    workspace, kv_layout="HND", use_tensor_cores=shape.groups > 1
+  )
+  wrapper.plan(
+    *(indptr, indices, lengths - (used - 1) * page),
+    num_qo_heads=shape.kv_heads * shape.groups,
+    num_kv_heads=shape.kv_heads,
+    head_dim=shape.head_dim,
+    page_size=page,
+    q_data_type=tensors[0][0].dtype,
+    kv_data_type=tensors[0][1].dtype,
+  )
+
+  def paged(x):  # [B, K, S, H] as [pages, K, page, H]
+    of = x.shape[0], x.shape[1], -1, page, x.shape[-1]
+    return x.view(of).transpose(1, 2).flatten(0, 1).contiguous()
+
+  def attend(q, k, v):
+    return wrapper.run(q.view(q.shape[0], -1, q.shape[-1]), (k, v)).view(q.shape)
+
+  turns = [(q, paged(k), paged(v)) for q, k, v in tensors]
+  return torch_contender("FlashInfer paged", attend, turns, calls=calls)

@@ -16,7 +16,7 @@ __all__ = ["DOCUMENTS", "GPU", "H100", "maker"]
 __all__ += ["Case", "Figure", "Named", "Number", "Part", "Record", "Results", "Row"]
 
 _PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
-_PAGES += ("selection", "codes", "beside")
+_PAGES += ("selection", "codes", "cards", "beside")
 DOCUMENTS = (
   *(f"scripts/results/{page}.md" for page in _PAGES),
   *("README.md", "kvjax/README.md", "kvjax/methods/README.md"),

@@ -1,5 +1,7 @@
 """Times of dense decode, steps and prompts, on one device and several."""
 
+from typing import Any
+
 from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
 from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
 from scripts.tools.tablemakers.timings import Timing, over
@@ -17,19 +19,62 @@ decode = Cases("decode").table(
 )
 
 
-def cards(results: Results) -> Part:
-  """Dense decode on both cards: the time, of a read, over cuDNN's best."""
-  columns = {
-    "kvjax": own(),
-    "of a read": faster("read"),
-    "over cuDNN": longer(f"jax cuDNN|{CUDNN}"),
-  }
-  rows: dict[str, dict[str, str]] = {}
+# What both cards have of each suite: whose time, and beside whom; a bar is between names.
+BESIDE = {
+  "decode": ("kvjax", {"of a read": faster("read"), "over cuDNN": longer(f"jax cuDNN|{CUDNN}")}),
+  "sparse": ("kvjax", "FlashInfer paged"),
+  "select": ("kvjax", "read"),
+  "prr": ("prr", "serial"),
+  "longflow": ("kvjax", "dense decode"),
+  "cpe": ("kvjax", "dense decode"),
+  "art": ("ART|ART, p = inf", "dense decode|sparse decode"),
+  "quantised": ("kvjax", "dense decode|Full"),
+  "per_head": ("shared|kvjax", "equal heads|SnapKV"),
+  "prefill": ("kvjax", "torch cuDNN|dense"),
+  "e2e": ("kvjax", {"× all bytes": cells.over_bytes()}),
+  "e2e_sparse": ("kvjax|by profile", "Full|serial"),
+  "art_e2e": ("ART 1e-2", "SnapKV 0.2|Full"),
+  "forked": ("kvjax", "copies"),
+}
+
+
+def cards(results: Results, suite: str) -> Part:
+  """Cases that both cards have, side by side: the time, and what it is beside others'."""
+  mine, beside = BESIDE[suite]
+  if isinstance(beside, str):
+    beside = {f"over {beside.replace('|', ' or ')}": longer(beside, mine)}
+  columns = {"a call": own(mine), **beside}
+  rows: dict[str, dict[str, Any]] = {}
   for card, folder in (("H200", GPU), ("H100", H100)):
-    for case in results.cases("decode", card=folder):
-      row = rows.setdefault(case.name, {"": case.name})
-      row |= {f"{card}, {what}": show(case) for what, show in columns.items()}
-  return cells.framed(rows.values())
+    for case in results.cases(suite, card=folder):
+      if cells.timed(case, mine):
+        row = rows.setdefault(case.name, {"": case.name})
+        row |= {f"{card}, {what}": show(case) for what, show in columns.items()}
+  both = [
+    row for row in rows.values() if {f"{card}, a call" for card in ("H200", "H100")} <= set(row)
+  ]
+  return cells.framed(both)
+
+
+# Other libraries on the H100.
+FLASHINFER = "FlashInfer paged|FlashInfer"
+peers = Cases("decode", card=H100).table(
+  ("kvjax", own()),
+  *(*FLASHINFER.split("|"), "tokamax", "torch flex"),
+  ("over the faster of FlashInfer and cuDNN", longer(f"{FLASHINFER}|jax cuDNN|{CUDNN}")),
+)
+
+
+def wheel(results: Results) -> Part:
+  """Decode from the wheel on the H100: its table, none, and what `kvjax tune` wrote."""
+  rows = []
+  for case in results.cases("wheel_shipped", card=H100):
+    first = case.time("kvjax")
+    others = (
+      results.bench(f"wheel_{how}", H100)[case.name].time("kvjax") for how in ("none", "tuned")
+    )
+    rows.append([case.name, say("{:**}", first), *(say("{:.3f}", over(x, first)) for x in others)])
+  return cells.table(("", "its table", "none, over it", "`kvjax tune`, over it"), rows)
 
 
 # Whole steps on the H100.

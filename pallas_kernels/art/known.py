@@ -2,9 +2,9 @@
 
 A row has the first L tiles of its order, newest first or as a table lists them, cut into pieces
 that fill the device as those of dense decode do (`split_k`). Pieces with one of the last tiles
-leave their state after each of these, at the columns that the detector looks at. A third launch,
-after the join, has a program for each row, which looks at these tiles as Algorithm 1 does; only
-where it has not stopped by then, the program walks on by itself.
+leave their state after each of these, at the columns that the detector looks at. A second launch
+looks at these tiles as Algorithm 1 does. All of its programs of a row do, a multiprocessor each:
+where it has not stopped by then, they read the rest of the row, a share each. The join is last.
 
 Bytes: keys and values of the tiles read; of each of the last ones the probe, 4·G·32.
 """
@@ -130,8 +130,7 @@ def _settle_kernel(
   length_ref: Any,
   parts: tuple[Any, ...],
   tail_ref: Tail,
-  joined: tuple[Any, ...],
-  outputs: tuple[Any, ...],
+  late: split_k.Late,
   end_ref: Any,
   walked_ref: Any,
   *,
@@ -140,23 +139,41 @@ def _settle_kernel(
   sizes: ordering.Sizes,
   sinks: int,
   scale: tiling.Scale,
+  shares: int,
 ) -> None:
-  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail`, and in place the joined
-  o [R, G, H], m, l [R, G], o rounded -> tiles after which the detector stopped (0: it did not), and
-  tiles read, [R].
+  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail` -> states of the shares of
+  what else is read of a row, tiles after which the detector stopped (0: it did not), and tiles
+  read, [R].
   """
-  del joined
-  row = pl.program_id(0)
+  row, share = pl.program_id(0), pl.program_id(1)
   here = length_of(sources, length_ref, row, None, sizes, tail)
-  end, calm = _judge(parts, tail_ref, row, here, sources.held.q.shape[2], until, tail)
+  end = _judge(parts, tail_ref, row, here, sources.held.q.shape[2], until, tail)
   goes_on = (end == NEVER) & (here.known < here.tiles)
-  end_ref[row] = jnp.where(end < NEVER, end, 0)
-  walked_ref[row] = here.known
+
+  @pl.when(share == 0)
+  def _() -> None:
+    end_ref[row] = jnp.where(end < NEVER, end, 0)
+    walked_ref[row] = jnp.where(goes_on, here.tiles, here.known)
+    late.count[row] = jnp.where(goes_on, shares, 0)
 
   @pl.when(goes_on)
   def _() -> None:
-    how: dict[str, Any] = {"sizes": sizes, "sinks": sinks, "scale": scale}
-    _walk_on(sources, row, here, calm, outputs, end_ref, walked_ref, until=until, **how)
+    groups, head_dim = sources.held.q.shape[1:]
+    lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
+    read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
+    left, per_tile = here.tiles - here.known, pl.cdiv(sizes.tile, sizes.part)
+    low, high = (here.known + i * left // shares for i in (share, share + 1))
+
+    def step(n: Any, carry: tiling.Carry) -> tiling.Carry:
+      return read.add(*stopping.divided(n, per_tile), carry)[0]
+
+    carry = tiling.start(lanes.size, columns.size)
+    carry = lax.fori_loop(low * per_tile, high * per_tile, step, carry)
+    at, real = row * shares + share, lanes < groups
+    mask = real[:, None] & (columns < head_dim)[None, :]
+    backend.store(late.acc, at, lanes[:, None], columns[None, :], value=carry.acc, mask=mask)
+    for ref, value in ((late.m, carry.m), (late.l, carry.l)):
+      backend.store(ref, at, lanes, value=value, mask=real)
 
 
 def _judge(
@@ -167,8 +184,8 @@ def _judge(
   head_dim: int,
   until: Stop,
   tail: int,
-) -> tuple[Array, Array]:
-  """Tiles at the detector's first stop, or NEVER, and stable tiles in a row at the end."""
+) -> Array:
+  """Tiles at the detector's first stop, or NEVER."""
   acc_ref, m_ref, l_ref, cut_ref = parts
   assert isinstance(until.rule, Detector)
   groups, width = tail_ref.acc.shape[2:]
@@ -246,7 +263,7 @@ def _judge(
   broken = jnp.where(upto & (stable == 0)[None, :], tile[None, :], 0).max(axis=1)
   calm, ends = tile - broken, here.first + tile + 1
   done = (calm >= until.rule.patience) & (ends >= until.kept) & (tile <= tail)
-  return jnp.where(done, ends, NEVER).min(), jnp.where(tile == tail, calm, 0).max()
+  return jnp.where(done, ends, NEVER).min()
 
 
 def _own(column: Array, head_dim: int, width: int) -> Array:
@@ -260,60 +277,6 @@ def _merged(a: Any, b: Any) -> Any:
   base = tiling.finite(top)
   old, new = jnp.exp2(a[1] - base), jnp.exp2(b[1] - base)
   return a[0] * old[:, :, None] + b[0] * new[:, :, None], top, a[2] * old + b[2] * new
-
-
-def _walk_on(
-  sources: reading.Sources,
-  row: Array,
-  here: Length,
-  calm: Array,
-  outputs: tuple[Any, ...],
-  end_ref: Any,
-  walked_ref: Any,
-  *,
-  until: Stop,
-  sizes: ordering.Sizes,
-  sinks: int,
-  scale: tiling.Scale,
-) -> None:
-  """Algorithm 1 from tile L on, by this program; writes the row anew."""
-  o_ref, m_ref, l_ref, rounded_ref = outputs
-  groups, head_dim = sources.held.q.shape[1:]
-  assert isinstance(until.rule, Detector)
-  lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
-  real = lanes < groups
-  index, mask = (row, lanes[:, None], columns[None, :]), real[:, None] & (columns < head_dim)
-  o = backend.load(o_ref, *index, mask=mask, other=0.0)
-  m = backend.load(m_ref, row, lanes, mask=real, other=-jnp.inf) / tiling.LN2
-  l = backend.load(l_ref, row, lanes, mask=real, other=0.0)
-  probe = jnp.where(until.rule.probed(columns, head_dim)[None, :], o, 0.0)
-  rows_calm = jnp.broadcast_to(calm, lanes.shape)
-  look = stopping.Look(probe, jnp.sqrt((probe * probe).sum(axis=1)), rows_calm)
-  read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
-
-  def advance(i: Any, j: Any, carry: tiling.Carry, going: Array) -> tuple[tiling.Carry, Array]:
-    return read.add(here.known + i, j, carry, going)
-
-  walk, _ = stopping.walk(
-    until,
-    advance,
-    until.rule.judge(columns, head_dim),
-    tiling.Carry(o * l[:, None], m, l),
-    here.tiles - here.known,
-    split=here.known,
-    splits=1,
-    parts=pl.cdiv(sizes.tile, sizes.part),
-    chunk=1,
-    heads=stopping.Heads(lanes, groups),
-    look=look,
-  )
-  o, m, l = tiling.finish(walk.carry)
-  backend.store(o_ref, *index, value=o, mask=mask)
-  backend.store(rounded_ref, *index, value=o.astype(rounded_ref.dtype), mask=mask)
-  backend.store(m_ref, row, lanes, value=m, mask=real)
-  backend.store(l_ref, row, lanes, value=l, mask=real)
-  end_ref[row] = jnp.where(walk.going > 0, 0, here.known + walk.walked)
-  walked_ref[row] = here.known + walk.walked
 
 
 def read(
@@ -341,7 +304,7 @@ def read(
   cut: Config | None = None,
   interpret: bool | None = None,
 ) -> tuple[State, Float[Array, "B K G H"], Int[Array, "B K"], Int[Array, "B K"]]:
-  """Attention over the first `length` tiles of an order, and on to a stop.
+  """Attention over the first `length` tiles of an order; over all where none of these is a stop.
 
   The reference is `kvjax.methods.art.known.read`; query heads stop together.
 
@@ -408,20 +371,21 @@ def read(
     interpret=interpret,
   )
   (written,) = written
-  done = tuple(split_k.join(written, split=True, interpret=interpret))
   parts = tuple(written[4:])
-  operands = sources, lengths, parts, left, done
-  ahead = len(jax.tree.leaves(operands)) - len(done)
-  done, end, walked = backend.call(
-    functools.partial(_settle_kernel, until=until, **how),
-    *operands,
-    grid=(rows,),
-    out=[tuple(of(x.shape, x.dtype) for x in done), *2 * [of((rows,), jnp.int32)]],
+  shares = 3 if interpreted else max(1, devices.this_device().cores // rows)
+  late, end, walked = backend.call(
+    functools.partial(_settle_kernel, until=until, shares=shares, **how),
+    *(sources, lengths, parts, left),
+    grid=(rows, shares),
+    out=[
+      split_k.Late(*split_k.state_shapes(rows * shares, groups, head_dim), of((rows,), jnp.int32)),
+      *2 * [of((rows,), jnp.int32)],
+    ],
     warps=SETTLE_WARPS,
     stages=cut.stages,
     name="art_settle_known",
     interpret=interpret,
-    aliases={ahead + i: i for i in range(len(done))},
   )
+  done = split_k.join(written, split=True, interpret=interpret, late=split_k.Late(*late))
   walked, end = (x.reshape(batch, heads) for x in (walked, end))
   return *split_k.finished(done, q.shape[:2]), walked, end

@@ -6,6 +6,7 @@ partial softmax states, which `join` puts together, one program per query head, 
 No atomics: a second run is equal to the bit.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -203,14 +204,31 @@ def store(
     cut_ref[row, 1] = piece.parts
 
 
-def join(written: Sequence[Array], *, split: bool, interpret: bool | None) -> Sequence[Array]:
-  """o, m, l and rounded o of all rows, from what the kernel wrote; `split`: rows may have parts."""
+class Late(NamedTuple):
+  """Further parts of rows, n of each: acc [R·n, G, H], m in base 2, l [R·n, G]; and how many of a
+  row count, all or none, [R].
+  """
+
+  acc: Any
+  m: Any
+  l: Any
+  count: Any
+
+
+def join(
+  written: Sequence[Array], *, split: bool, interpret: bool | None, late: Late | None = None
+) -> Sequence[Array]:
+  """o, m, l and rounded o of all rows, from what the kernel wrote, and from parts that came late;
+  `split`: rows may have parts.
+  """
   done, parts = written[:4], written[4:]
   if not split:
     return done
   rows, groups, _ = done[0].shape
+  parts = [*parts, *(late or ())]
+  each = late.m.shape[0] // rows if late else 0
   return backend.call(
-    _join_kernel,
+    functools.partial(_join_kernel, each=each),
     *parts,
     *done,
     grid=(rows, groups),
@@ -236,25 +254,29 @@ def finished(done: Sequence[Array], lead: tuple[int, ...]) -> tuple[State, Array
   return State(o, m, l), rounded
 
 
-def _join_kernel(*refs: Any) -> None:
-  """acc [P, G, H], m, l [P, G], cut [R, 2], and in place o [R, G, H], m, l [R, G], o rounded.
+def _join_kernel(*refs: Any, each: int) -> None:
+  """acc [P, G, H], m, l [P, G], cut [R, 2], `Late` where rows have `each` such parts, and in place
+  o [R, G, H], m, l [R, G], o rounded.
 
-  Rows of one piece are left alone.
+  Rows of one piece and no late parts are left alone.
   """
-  acc_ref, part_m_ref, part_l_ref, cut_ref = refs[:4]
+  *parts, cut_ref = refs[:4]
   o_ref, m_ref, l_ref, rounded_ref = refs[-4:]
   row, group = pl.program_id(0), pl.program_id(1)
   first, pieces = cut_ref[row, 0], cut_ref[row, 1]
-  head_dim = acc_ref.shape[2]
+  head_dim = o_ref.shape[2]
   columns = jnp.arange(columns_of(head_dim))
   inside = columns < head_dim
+  late = Late(*refs[4:8]) if each else None
+  further = jnp.int32(0) if late is None else late.count[row]
 
-  @pl.when(pieces > 1)
-  def _():
+  def with_parts(refs: Any, first: Any, count: Any, carry: Any) -> Any:
+    acc_ref, part_m_ref, part_l_ref = refs
+
     def body(i, carry):
       acc, m, l = carry
       part = i * JOINED + jnp.arange(JOINED)
-      keep = part < pieces
+      keep = part < count
       part = first + part
       new_m = backend.load(part_m_ref, part, group, mask=keep, other=-jnp.inf)
       new_l = backend.load(part_l_ref, part, group, mask=keep, other=0.0)
@@ -266,8 +288,21 @@ def _join_kernel(*refs: Any) -> None:
       acc = acc * old + (new * weight[:, None]).sum(axis=0)
       return acc, top, l * old + (new_l * weight).sum()
 
-    zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
-    acc, m, l = lax.fori_loop(0, pl.cdiv(pieces, JOINED), body, zero)
+    return lax.fori_loop(0, pl.cdiv(count, JOINED), body, carry)
+
+  @pl.when((pieces > 1) | (further > 0))
+  def _():
+    carry = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
+    if late is None:
+      carry = with_parts(parts, first, pieces, carry)
+    else:
+      alone = pieces == 1  # of which the kernel has written the state itself
+      o = backend.load(o_ref, row, group, columns, mask=inside & alone, other=0.0)
+      l = jnp.where(alone, l_ref[row, group], 0.0)
+      carry = o * l, jnp.where(alone, m_ref[row, group] / tiling.LN2, -jnp.inf), l
+      carry = with_parts(parts, first, jnp.where(alone, 0, pieces), carry)
+      carry = with_parts(late[:3], row * each, further, carry)
+    acc, m, l = carry
     value = acc / tiling.nonzero(l)
     backend.store(o_ref, row, group, columns, value=value, mask=inside)
     value = value.astype(rounded_ref.dtype)

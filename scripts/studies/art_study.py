@@ -360,7 +360,7 @@ class Reads:
   Attributes:
     share: of the tiles, [K] of each step and layer.
     errors: [K, G].
-    longer: whether a walk went on beyond its known length.
+    longer: whether a walk read everything beyond its known length.
   """
 
   share: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -468,9 +468,11 @@ def walk_steps(
       read = np.full_like(read, count)
     longer = np.zeros(len(read), bool)
     if rule.margin is not None:
-      longer, read = read > length, np.maximum(read, length)
+      longer = (stop > length) & (length < count)
+      read = np.where(stop > length, count, length)
       after = np.maximum(stop + rule.margin, length - known.fall(rule.margin))
-      held = np.where(stop == early_stops.NEVER, 0, after)
+      on = np.where(longer, known.lengthened(length, rule.margin), 0)
+      held = np.where(stop > length, on, after)
     reads.longer.append(longer)
     reads.share.append(read / count)
     at = np.broadcast_to(read[:, None, None] - 1, (*step.errors.shape[:2], 1))

@@ -17,7 +17,7 @@ from tests.methods.art_walks import known_walk
 
 WHERE = {
   "a long tail, in many pieces": (3, 1, 48, {"patience": 5, "margin": 6, "tau": 0.4}),
-  "a tile in parts, first tiles first": (1, 3, 96, {"patience": 2, "margin": 1, "sinks": 20}),
+  "a tile in parts, first tiles first": (2, 3, 96, {"patience": 2, "margin": 1, "sinks": 20}),
   "the whole output, relative": (2, 2, 24, {"margin": 2, "probe": "full", "relative": True}),
   "tiles listed by heads": (2, 3, 64, {"patience": 3, "margin": 3, "tau": 0.4}),
   "entries of a fourth of a tile": (3, 2, 48, {"patience": 2, "margin": 2}),
@@ -55,7 +55,8 @@ def test_lengths_of_each_head_against_a_loop(name):
   tile, slots, used = 32 if "parts" in name else 16, 700, [690, 277]
   method = ART(**{"tau": 0.5, "phi": 0.4, "patience": 1, "tile": tile, **kwargs})
   q, k, v = inputs(size, 2, heads, groups, slots, size)
-  length = np.random.default_rng(0).integers(0, 50, (2, heads)).astype(np.int32)
+  most = -(-np.array(used) // tile)[:, None]
+  length = np.random.default_rng(0).integers(1, most + 9, (2, heads)).astype(np.int32)
   length[0, 0], length[1, -1] = 0, 4
   stop = np.broadcast_to(np.array(used, np.int32)[:, None], length.shape)
   held = (np.arange(slots) < stop[..., None])[..., None]
@@ -75,7 +76,7 @@ def test_lengths_of_each_head_against_a_loop(name):
   same_bits(found, again)
   state, rounded = found[:2]
   walked, end = map(np.asarray, found[2:])
-  stopped = close = 0
+  stopped = further = close = 0
   for b, h in np.ndindex(length.shape):
     tiles = [range(t, min(t + tile, used[b])) for t in range(0, used[b], tile)][::-1]
     tiles = tiles[len(tiles) - how["kept"] :][::-1] + tiles[: len(tiles) - how["kept"]]
@@ -93,7 +94,8 @@ def test_lengths_of_each_head_against_a_loop(name):
     assert (walked[b, h], end[b, h]) == (least, after)
     np.testing.assert_allclose(state.o[b, h], want, atol=2e-5)
     stopped += least < len(sizes)
-  assert close <= 1 and stopped
+    further += 0 < length[b, h] < least
+  assert close <= 1 and stopped and further
   np.testing.assert_array_equal(rounded, state.o)
 
 

@@ -45,10 +45,13 @@ def known_walk(q, k, v, sizes, method, length):
       stable &= moved < method.tau and turn < method.phi
       margin = min(margin, abs(moved - method.tau), abs(turn - method.phi))
     calm = calm + 1 if stable and t >= known - p - m - fall else 0
-    if calm >= p and not stop and t + 1 >= least:
+    if calm >= p and not stop and least <= t + 1 <= known:
       stop = t + 1
     last, read = out, t + 1
-  return last, read, (max(stop + m, known - fall) if stop else 0, stop), margin
+  after = max(stop + m, known - fall)
+  if not stop:  # all of it was read
+    after = known + max(2 * m, known // 2) if known < len(sizes) else 0
+  return last, read, (after, stop), margin
 
 
 def newest_tiles(tile):

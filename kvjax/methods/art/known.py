@@ -1,16 +1,17 @@
-"""Known lengths, which are ours: a walk first reads as many tiles as the last step's took.
+"""Known lengths, which are ours: a walk first reads about as many tiles as the last step's took.
 
-After a prompt the length L is what a walk of its last query took, and the margin; after a walk that
-did not stop it is everything. Tiles 0 … L − 1 of the
-order are read at once, as no test stands between them. The detector looks at the last of them and
-counts stable tiles from there: it stops where Algorithm 1 would have stopped, or later. If it has
-not stopped by tile L − 1, Algorithm 1 goes on, tile by tile. The output is that of all tiles read.
+After a prompt the length L is what a walk of its last query took, and the margin. Tiles 0 … L − 1
+of the order are read at once, as no test stands between them. The detector looks at the last of
+them and counts stable tiles from there. Where it stops, it does so where Algorithm 1 would, or
+later, and L tiles have been read; where it has not by tile L − 1, all of the others are read, at
+once too: one walk alone would take longer over a few of them. The output is that of what was read.
 
 A stop s and a margin m give the next L = max(s + m, L − f), f = max(1, ⌊m/4⌋): it rises as far as
-it must and falls slowly, so that few walks have to go on. For that p + m + f tiles are looked at.
+it must and falls slowly, so that few walks read everything. For that p + m + f tiles are looked at.
+Without a stop L rises by max(2·m, ⌊L/2⌋).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,11 @@ def next_length(
   return jnp.where(walked < count, walked + margin, 0)
 
 
+def lengthened(known: Any, margin: int) -> Any:
+  """L after a walk whose first L tiles, `known`, had no stop among them."""
+  return known + jnp.maximum(2 * margin, known // 2)
+
+
 def read(
   at: At,
   cache: Cache,
@@ -65,7 +71,7 @@ def read(
   margin: int,
   stop: Stop,
 ) -> Attended:
-  """Attention over the first `length` tiles of an order, and on to a stop; notes `Found`.
+  """Attention over the first `length` tiles of an order, else over all; notes `Found`.
 
   The query heads of a KV head are stable together.
   """
@@ -81,7 +87,7 @@ def read(
     new = softmax_state.merge(state, softmax_state.of_logits(logits, v))
     stable = stop.stable(new.o, state.o).all(-1) & (t >= first)
     calm = jnp.where(reads, jnp.where(stable, calm + 1, 0), calm)
-    stops = reads & (calm >= patience) & (t + 1 >= order.kept) & (end == 0)
+    stops = (t < known) & (calm >= patience) & (t + 1 >= order.kept) & (end == 0)
     state = jax.tree.map(lambda a, b: jnp.where(_over(reads, a), a, b), new, state)
     keys = keys + jnp.where(reads, ok.sum(-1, dtype=jnp.int32), 0)
     return (state, calm, jnp.where(stops, t + 1, end), keys), None
@@ -90,7 +96,7 @@ def read(
   start = softmax_state.empty(q.shape[:3], q.shape[-1]), zero, zero, zero
   tiles = jnp.arange(tiles_of(order.plan, cache.size, order.tile), dtype=jnp.int32)
   (state, _, end, keys), _ = jax.lax.scan(step, start, tiles)
-  walked = jnp.where(end > 0, jnp.maximum(known, end), count)
+  walked = jnp.where(end > 0, known, count)
   return reported(Attended(state, None, None, keys), walked, known, end, margin)
 
 
@@ -111,8 +117,9 @@ def reported(
   """
   groups = attended.state.m.shape[2:]
   attended = attended.noting(Walked(jnp.broadcast_to(walked[..., None], walked.shape + groups)))
-  longest = jnp.maximum(end + margin, known - fall(margin))
-  return attended.noting(Found(jnp.where(end > 0, longest, 0)))
+  stopped = jnp.maximum(end + margin, known - fall(margin))
+  on = jnp.where(walked > known, lengthened(known, margin), 0)
+  return attended.noting(Found(jnp.where(end > 0, stopped, on)))
 
 
 def _over(x: Array, like: Array) -> Array:

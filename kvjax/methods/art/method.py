@@ -52,8 +52,9 @@ class ART(Wrapper):
   last one down, for which slots are put in order once, after each prompt, tile by tile.
 
   With a margin a walk first reads as many tiles as it took in the last step and the margin, by as
-  many programs as fill a device, and goes on from there (`kvjax.methods.art.known`). It stops no
-  sooner than without. It is ours, and asks for a base that reads all that it keeps in place.
+  many programs as fill a device, and all others where there is no stop among these
+  (`kvjax.methods.art.known`). It stops no sooner than without. It is ours, and asks for a base
+  that reads all that it keeps in place.
 
   With by_mass = s tiles are walked by the mass that earlier steps gave them, begun by a prompt's
   last queries, and every s-th token's walk reads all (`kvjax.methods.art.mass`). It is ours, too,

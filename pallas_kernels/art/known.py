@@ -373,12 +373,13 @@ def read(
   (written,) = written
   parts = tuple(written[4:])
   shares = 3 if interpreted else max(1, devices.this_device().cores // rows)
+  acc, m, l = split_k.state_shapes(rows * shares, groups, head_dim)
   late, end, walked = backend.call(
     functools.partial(_settle_kernel, until=until, shares=shares, **how),
     *(sources, lengths, parts, left),
     grid=(rows, shares),
     out=[
-      split_k.Late(*split_k.state_shapes(rows * shares, groups, head_dim), of((rows,), jnp.int32)),
+      split_k.Late(acc, m, l, of((rows,), jnp.int32)),
       *2 * [of((rows,), jnp.int32)],
     ],
     warps=SETTLE_WARPS,

@@ -38,7 +38,8 @@ from kvjax.programs.retrieval_heads import places
 from kvjax.runtime.shared_prefill import take
 from scripts.studies import both, press_limits, pressed, sheets
 from scripts.studies.pressed import ORACLE, Cut, Kept, Pressed
-from scripts.tools.tablemakers import beside, results
+from scripts.tools import tablemakers
+from scripts.tools.tablemakers import beside
 
 CLOSE = 1e-2  # by which logits of the full cache may differ
 MEMBERS = 8  # of a prompt pass, as many as compile in a minute or two
@@ -275,7 +276,7 @@ def main(args: Args) -> None:
     for name, pair in PAIRS.items()
   }
   settings = both.settings(args, model, tokenizer, methods=methods, presses=presses)
-  out = args.out or results.FOLDER / beside.FOLDER / settings["model"]
+  out = args.out or tablemakers.FOLDER / beside.FOLDER / settings["model"]
   store = Store(out, settings)
   if not (out / beside.LIMITS).is_file():
     with console.step("kvpress's limits"):

@@ -38,7 +38,8 @@ from kvjax.programs.evals.task import Row
 from kvjax.programs.retrieval_heads import places
 from scripts.studies import both, pressed
 from scripts.studies.pressed import Pressed
-from scripts.tools.tablemakers import beside, results
+from scripts.tools import tablemakers
+from scripts.tools.tablemakers import beside
 
 ROOM = 128
 
@@ -215,7 +216,7 @@ def main(args: Args) -> None:
   pressed.versions()
   model, tokenizer = common.load_model(args.checkpoint)
   settings = both.settings(args, model, tokenizer, parts=list(args.parts))
-  store = Store(args.out or results.FOLDER / beside.KVZIP / settings["model"], settings)
+  store = Store(args.out or tablemakers.FOLDER / beside.KVZIP / settings["model"], settings)
   theirs, reader = Theirs(model, tokenizer), Reader(tokenizer)
   ours = None if args.alone else Ours(model, tokenizer, args.length)
 

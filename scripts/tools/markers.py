@@ -3,7 +3,9 @@
 import re
 from collections.abc import Sequence
 
-_BEGIN = re.compile(r"^<!-- ([\w./ -]+): begin -->$", re.MULTILINE)
+import pandas as pd
+
+_BEGIN = re.compile(r"^<!-- (.+): begin -->$", re.MULTILINE)
 
 
 def names(text: str) -> list[str]:
@@ -30,3 +32,17 @@ def outside(text: str) -> str:
   for name in names(text):
     text = filled(text, name, [])
   return text
+
+
+def dashed(table: pd.DataFrame) -> pd.DataFrame:
+  """A table with its labels as columns, and dashes for what is not there."""
+  whole = table.reset_index(allow_duplicates=True).astype(object)
+  return whole.where(whole.notna(), "–")
+
+
+def markdown(table: pd.DataFrame) -> list[str]:
+  """The lines of a table, and its note below; none without rows."""
+  whole, note = dashed(table), table.attrs.get("note")
+  rows = [f"| {' | '.join(map(format, row))} |" for row in [whole.columns, *whole.to_numpy()]]
+  rows.insert(1, "|---" * whole.shape[1] + "|")
+  return [*rows, *(["", f"`{note}`"] if note else [])] if len(whole) else []

@@ -18,13 +18,13 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from typing import Annotated
 
+import pandas as pd
 import tyro
 
 import kvjax
 from kvjax.models.io import families
 from kvjax.programs import common
 from scripts.tools import markers
-from scripts.tools.tablemakers import cells
 from tests import tiny_hf
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -79,7 +79,8 @@ def device_table(found: dict[str, dict[str, bool]]) -> list[str]:
     slots = [str(s) for h, s in both if h == 1 and s > 1]
     mixed = [f"{h} × {s}" for h, s in both if h > 1 and s > 1]
     made.append([", ".join(names), *(", ".join(x) or "–" for x in (heads, slots, mixed))])
-  return cells.table(("methods", "heads over", "slots over", "heads × slots"), made, labels=4)
+  head = ("methods", "heads over", "slots over", "heads × slots")
+  return markers.markdown(pd.DataFrame(made, columns=head).set_index("methods"))
 
 
 def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
@@ -104,7 +105,7 @@ def family_table(found: dict[str, dict[str, bool]]) -> list[str]:
     row.append("prompts and steps" if equal else "no")
     rows.append([*row, f"all {len(run)}" if not others else f"{len(run)}, not {', '.join(others)}"])
   head = ("family", "models", "Hugging Face folder", "GGUF", "equals transformers", "methods")
-  return cells.table(head, rows, labels=6)
+  return markers.markdown(pd.DataFrame(rows, columns=head).set_index("family"))
 
 
 def integration_table(passed: dict[str, bool]) -> list[str]:
@@ -115,7 +116,7 @@ def integration_table(passed: dict[str, bool]) -> list[str]:
     for name, about in INTEGRATIONS.items()
   ]
   head = ("code base", "run here", *(f"`{name}`" for name in methods))
-  return cells.table(head, rows, labels=len(head))
+  return markers.markdown(pd.DataFrame(rows, columns=head).set_index("code base"))
 
 
 def _all(passed: dict[str, bool], cases: Sequence[str]) -> str:

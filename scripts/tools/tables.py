@@ -17,10 +17,16 @@ import sys
 from typing import Annotated
 
 from kvjax.programs import common
-from scripts.tools import markers, tablemakers
-from scripts.tools.tablemakers import Results, house
+from scripts.tools import house, markers, tablemakers
+from scripts.tools.tablemakers import Results
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+_PAGES = ("README", "art", "prr", "prhs", "longflow", "ltri", "real_model", "smollm2")
+_PAGES += ("selection", "codes", "cards", "beside")
+DOCUMENTS = (
+  *(f"scripts/results/{page}.md" for page in _PAGES),
+  *("README.md", "kvjax/README.md", "kvjax/methods/README.md"),
+)
 FROM_TESTS = {"integrations"}  # parts that scripts.tools.support_table writes
 
 
@@ -38,15 +44,19 @@ def made(text: str, results: Results) -> str:
   """A document with its parts made anew.
 
   Raises:
-    ValueError: a part has no maker, or a figure no source; all of them are named.
+    ValueError: a part has no maker, or a file lacks a figure; all of them are named.
   """
   wrong = []
   for name in markers.names(text):
     if name not in FROM_TESTS:
       try:
-        text = markers.filled(text, name, tablemakers.maker(name)(results))
+        part = tablemakers.maker(name)(results)
+        lines = part if isinstance(part, list) else markers.markdown(part)
+        text = markers.filled(text, name, lines)
       except (ValueError, OSError) as error:
         wrong.append(f"{name}: {error}")
+      except KeyError as error:
+        wrong.append(f"{name}: found no {error} in its files")
   if wrong:
     raise ValueError("\n".join(wrong))
   return text
@@ -59,7 +69,7 @@ def documents(folder: pathlib.Path, results: Results) -> dict[pathlib.Path, tupl
     ValueError: as `made`, of one of them.
   """
   found = {}
-  for document in tablemakers.DOCUMENTS:
+  for document in DOCUMENTS:
     path = folder / document
     text = path.read_text("utf-8")
     try:

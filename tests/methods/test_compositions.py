@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax import METHODS, settings
+from kvjax import METHODS
 from kvjax.ops import shared_slots
 from kvjax.testing.layer import Layer, Stream
-from scripts.tools.tablemakers import house
+from scripts.tools import house
 
 OVER = {name: bases for name in METHODS if (bases := house.over(name)) is not None}
 PAIRS = [(name, base) for name, bases in OVER.items() for base in bases]
@@ -20,7 +20,7 @@ REASONS = r"\.base: found .*, expected |replaces [\w, ]+, and so does its base "
 def test_what_does_not_go_together_says_why(name):
   for other in METHODS.keys() - OVER[name]:
     with pytest.raises(ValueError, match=f"^{METHODS[name].__name__}") as error:
-      house.takes(METHODS[name], settings.example(METHODS[other], house.BUDGET))
+      house.takes(METHODS[name], METHODS[other])
     assert re.search(REASONS, str(error.value)), error.value
 
 
@@ -29,7 +29,7 @@ def test_what_does_not_go_together_says_why(name):
 @pytest.mark.parametrize(("name", "base"), PAIRS)
 def test_what_goes_together_runs(name, base):
   """A prompt of ragged rows, steps, and another prompt; the lower layer's streams are their own."""
-  method = house.takes(METHODS[name], settings.example(METHODS[base], house.BUDGET))
+  method = house.takes(METHODS[name], METHODS[base])
   if method.traits.stream is not None:
     pytest.skip("reads prompts piece by piece: in the laws")
   stream = Stream.random(1, tokens=96)

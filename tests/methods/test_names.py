@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from scripts.tools.tablemakers import house
+from scripts.tools import house
 
 # What operations choose by.
 CHOOSING = {"choose", "kernel", "pallas", "over_plan", "beyond_kernel", "beyond_device"}

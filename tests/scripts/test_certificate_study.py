@@ -9,6 +9,7 @@ import pytest
 from kvjax.analysis.certificates import Certificate
 from scripts.examples import tiny
 from scripts.studies import certificate_study as study
+from scripts.tools import markers
 from scripts.tools.tablemakers import Results, studies
 
 ARGS = study.Args(None, length=64, queries=8, budget=6)
@@ -130,7 +131,7 @@ def test_the_documents_table(tmp_path):
   about = {"about": {"device": "cpu", "model": "tiny"}, "starts": ["a", "b"]}
   lines = study.summary([[row([0.5, 1.0], [1.0, 2.0])], [row([0.5], [1.0])]])
   path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
-  *_, line, _, note = studies.certificates(Results(tmp_path), path.name)
+  *_, line, _, note = markers.markdown(studies.certificates(Results(tmp_path), path.name))
   assert line == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 % | 0 | 0.5 | 0.25 |"
   assert note == "`2 texts`"
 

@@ -17,6 +17,7 @@ from kvjax.programs.evals.pictures.look import apart
 from kvjax.programs.evals.standing import standings
 from scripts.tools import tables
 from scripts.tools.tablemakers import Results, real, scores
+from scripts.tools.tablemakers.scores import REAL
 from tests import eval_rows
 
 SETTINGS = {"model": "tiny", "device": "some GPU", "impl": "auto", "batch": 2}
@@ -81,7 +82,7 @@ def write(folder, held, timed):
 
 @pytest.fixture
 def folder(tmp_path):
-  return write(tmp_path / real.FOLDER, rows(), lines())
+  return write(tmp_path / REAL, rows(), lines())
 
 
 @pytest.fixture
@@ -332,73 +333,70 @@ def test_the_report_shows_it_where_costs_are(folder):
 # ---- tables
 
 
-def cells_of(lines):
-  return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def by_method(table):
+  """A table's rows by method and budget, with all their columns."""
+  return table.reset_index().set_index("method, budget").T
 
 
 def test_the_table_of_a_length_by_hand(folder):
   results = Results(folder.parents[1])
-  head, _, *found = cells_of(real.scores(results, "8192"))
-  by = {row[1]: dict(zip(head, row, strict=True)) for row in found}
-  assert next(iter(by)) == "`full`" and list(by)[-1] == "`snapkv`, 4,096"
+  by = by_method(real.scores(results, "8192"))
+  assert by.columns[0] == "`full`" and by.columns[-1] == "`snapkv`, 4,096"
   assert by["`snapkv`, 4,096"]["tokens attended to"] == "2,048 to 2,150"
   quest = by["`quest`, 1,024"]
   assert quest["n"] == "10" and quest["`needle`"] == "90 (60–98)"
   assert quest["less full"].startswith("−5 (−")
   assert quest["ms a token, batch 2 (× full)"] == "3.00 (0.75)"
   assert (quest["GB kept a row"], quest["GB read a step, batch 2"]) == ("0.90", "4.00")
-  assert quest["KL, nats"] == "–" and quest["`vt`, not in the mean"] == "10 (2–40)"
-  assert real.scores(results, "32768") == []
+  assert quest["KL, nats"] is None and quest["`vt`, not in the mean"] == "10 (2–40)"
+  assert real.scores(results, "32768").empty
 
 
 def test_which_method_when_by_hand(folder):
-  results = Results(folder.parents[1])
-  head, _, *found = cells_of(real.when(results))
-  listed = [dict(zip(head, row, strict=True)) for row in found]
-  last = [row for row in listed if row["memory"] == "24 GB and more"]
-  assert [(row["for"], row["take"]) for row in last] == [
-    ("fastest, least kept, safest", "`full`"),
-    ("fastest at 90 %, least kept at 90 %", "`snapkv`, 1,024"),
+  listed = real.when(Results(folder.parents[1])).reset_index()
+  last = listed[listed.memory == "24 GB and more"]
+  assert last[["for", "take"]].to_numpy().tolist() == [
+    ["fastest, least kept, safest", "`full`"],
+    ["fastest at 90 %, least kept at 90 %", "`snapkv`, 1,024"],
   ]
-  assert "agnostic −80" in last[1]["risk"] and last[1]["GB a step holds"] == "12.0"
-  assert {row["attended to"] for row in listed} == {"2,048 to 2,150"}
-  losing = listed[0]
-  assert losing["take"] == "`snapkv`, 4,096" and losing["less full"].startswith("**−80")
-  assert listed[1]["take"] == "nothing that was measured fits"
+  assert "agnostic −80" in last.risk.iloc[1] and last["GB a step holds"].iloc[1] == "12.0"
+  assert set(listed["attended to"]) == {"2,048 to 2,150"}
+  assert listed["take"][0] == "`snapkv`, 4,096" and listed["less full"][0].startswith("**−80")
+  assert listed["take"][1] == "nothing that was measured fits"
 
 
 def test_other_modes_have_tables_of_their_own(folder):
-  head, _, *found = cells_of(real.scores(Results(folder.parents[1]), "8192 agnostic"))
-  by = {row[1]: dict(zip(head, row, strict=True)) for row in found}
-  assert by["`full`"]["mean"] == "100 (80–100)" and not any("ms a token" in name for name in head)
+  by = by_method(real.scores(Results(folder.parents[1]), "8192 agnostic"))
+  assert by["`full`"]["mean"] == "100 (80–100)" and not any("ms a token" in x for x in by.index)
   assert by["`snapkv`, 1,024"]["less full"].startswith("−80 (")
 
 
 def test_what_cannot_be_divided_by_is_shown(tmp_path):
   wide = [{**line, "us_quartiles": [line["us"], 1.2 * line["us"]]} for line in lines()]
-  write(tmp_path / real.FOLDER, rows(), wide)
-  text = "\n".join(real.when(Results(tmp_path)))
-  assert "2.50 [2.50 to 3.00 ms] (– (`full`: 4.00 to 4.80 ms))" in text
+  write(tmp_path / REAL, rows(), wide)
+  shown = real.when(Results(tmp_path))[real.MS]
+  assert "2.50 [2.50 to 3.00 ms] (– (`full`: 4.00 to 4.80 ms))" in list(shown)
 
 
 def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
-  assert real.when(results) == real.picture(results) == []
-  assert real.scores(results, "8192")[0].endswith("| KL, nats |")
+  assert real.when(results).empty and real.picture(results) == []
+  found = real.scores(results, "8192")
+  assert found.columns[-1] == "KL, nats" and {*found.index.get_level_values(0)} == {"all", "–"}
 
 
 def test_without_results_their_folder_is_named(tmp_path):
   text = "<!-- real.when: begin -->\n<!-- real.when: end -->\n"
-  with pytest.raises(ValueError, match=rf"real.when: .*{real.FOLDER}"):
+  with pytest.raises(ValueError, match=rf"real.when: .*{REAL}"):
     tables.made(text, Results(tmp_path))
 
 
 def test_methods_on_one_task_by_hand(tmp_path):
-  """Of two keys one less than the full cache; nothing without rows."""
+  """Of two keys one less than the full cache; without rows their folder is named."""
   folder, task = "published", "lost_in_the_middle_75"
-  results = Results(tmp_path)
-  assert scores.task(results, f"{folder} {task}") == []
+  with pytest.raises(FileNotFoundError, match=folder):
+    scores.task(Results(tmp_path), f"{folder} {task}")
   found = {("full", None): (1.0, 1.0), ("snapkv", 1024): (1.0, 0.0)}
   every = [
     eval_rows.row(task, *who, i, score, 5632)
@@ -406,6 +404,7 @@ def test_methods_on_one_task_by_hand(tmp_path):
     for i, score in enumerate(x)
   ]
   eval_rows.write(tmp_path / folder, every, **SETTINGS)
-  first, second = scores.task(Results(tmp_path), f"{folder} {task}")[2:]
-  assert first.startswith("| `full` | 2 | 100.0 (34.2–100.0) | – |")
-  assert second.startswith("| `snapkv`, 1,024 | 2 | 50.0 (9.5–90.5) | −50 (")
+  made = scores.task(Results(tmp_path), f"{folder} {task}")
+  assert list(made["right, %"]) == ["100.0 (34.2–100.0)", "50.0 (9.5–90.5)"]
+  assert list(made.n) == ["2", "2"] and list(made["less full"].isna()) == [True, False]
+  assert made["less full"]["`snapkv`, 1,024"].startswith("−50 (")

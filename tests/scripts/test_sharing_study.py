@@ -13,6 +13,7 @@ from kvjax.programs.evals.streams import FITTING
 from kvjax.testing.tiny import TOKENS, model
 from scripts.studies import sharing_study as study
 from scripts.studies import sheets
+from scripts.tools import markers
 from scripts.tools.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
@@ -133,7 +134,7 @@ def test_the_documents_table(tmp_path):
   report = {"found": made, "texts": {"a": 0, "b": 0}, "n": "2 text(s)", "length": 1024}
   report |= {"about": {"device": "cpu", "model": "tiny"}, "lines": {}}
   path.write_text(json.dumps({**report, "retrieved_tokens": cut}), "utf-8")
-  *rows, _, note = studies.sharing(Results(tmp_path), path.name)[2:]
+  *rows, _, note = markers.markdown(studies.sharing(Results(tmp_path), path.name))[2:]
   assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
   assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
   assert note == "`2 texts`"

@@ -1,34 +1,34 @@
 """ART: walks that never stop, walks that do, whole steps, and studies of stops."""
 
-import functools
+import itertools
 import re
-from typing import Any
 
-from scripts.tools.tablemakers import Case, Named, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
-from scripts.tools.tablemakers.timings import gain
+import pandas as pd
+
+from scripts.tools.tablemakers import Part, Record, Results, cells, gain
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, said
 
 DENSE = "dense decode"
 DECODE = f"{DENSE}|sparse decode"
-SLOWER = "{:+.2f} % [{:+.2f}, {:+.2f}]"  # with its 95 % interval
+SLOWER = "{:+.2f}% [{:+.2f}, {:+.2f}]"  # with its 95 % interval
 
 # Walks without an end, beside decode and the same walk when it does not look.
 endless = Cases("art", "^p=inf").table(
   ("ART, no stops", own("ART, p = inf")),
   ("dense or sparse decode", DECODE),
-  ("slower by", figure("over decode, %", SLOWER, DECODE)),
-  ("slower than ART that does not look by", figure("over not looking, %", SLOWER, DECODE)),
+  ("slower by", figure(SLOWER, "over decode, %", to=DECODE)),
+  ("slower than ART that does not look by", figure(SLOWER, "over not looking, %", to=DECODE)),
 )
 # Walks that end: their splits, and the shares of the tiles visited and loaded.
 stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
-  cells.said("splits", "{:.0f}"),
-  cells.said("visited", "{:.0%}"),
-  cells.said("loaded", "{:.0%}"),
+  said("splits", "{:.0f}"),
+  said("visited", "{:.0%}"),
+  said("loaded", "{:.0%}"),
   ("time", own("ART")),
-  ("expected", figure("expected, µs", "{:.1f} µs")),
+  ("expected", figure("{:.1f} µs", "expected, µs")),
   ("dense", DENSE),
-  ("a tile of a lone walk", figure("a tile of a lone walk, µs", "{:.2f} µs")),
-  cells.said("of dense decode's bandwidth", "{:.3f}", DENSE),
+  ("a tile of a lone walk", figure("{:.2f} µs", "a tile of a lone walk, µs")),
+  said("of dense decode's bandwidth", "{:.3f}", DENSE),
 )
 # One walk a KV head, read by many programs.
 shared = Cases("art", "^lone").table(
@@ -42,19 +42,17 @@ shared = Cases("art", "^lone").table(
 
 
 def _allowed(name: str = "") -> cells.Column:
-  """A token's rate over the full cache's, of what bytes allow; empty where it was not run."""
+  """A token's rate over the full cache's, of what bytes allow."""
 
-  def show(case: Case) -> str:
-    who = name or case.name.partition(" Llama")[0]
-    if who == "Full" or not case.has(who):
-      return "–" if who == "Full" else ""
-    allowed = case.figures[f"{who}, bytes allow"]
-    return say("{:.2f} of {:.2f}", gain(case.time(who), case.time("Full")), allowed)
+  def show(case: Record) -> str | None:
+    who = name or case["case"].partition(" Llama")[0]
+    if who == "Full" or who not in case:
+      return None if who == "Full" else ""
+    return f"{gain(case[who], case['Full'])} of {case[f'{who}, bytes allow']:.2f}"
 
   return show
 
 
-# Every base and shape that was run.
 steps = Cases("art_e2e", "^(?!known)").table(
   ("base", _allowed()),
   ("ART, τ = 1e-5", _allowed("ART 1e-5")),
@@ -62,103 +60,97 @@ steps = Cases("art_e2e", "^(?!known)").table(
   ("ART, paper's share", _allowed("ART paper")),
 )
 
-
-# ---- studies of a speech's activations
-
+# Of studies of a speech's activations.
 TAUS = {"1e-05": "1e-5", "0.01": "0.01"}
-LENGTHS = (1024, 2048, 4096, 6144, 8192)
-COUNT, SHARE = "{:,.0f}", "{:.1%}"
+BOUNDS = ("assumption", "decays", "violations_where_it_decays", "violations_elsewhere")
+COUNT, SHARE, ERROR = "{:,.0f}", "{:.1%}", "{:.1e}"
 
 
-@functools.cache
-def studies(results: Results, names: str) -> dict[str, Named]:
+def _studies(results: Results, names: str) -> dict[str, Record]:
   """The studies whose files begin so, by tokens, tiles and order."""
   found = {}
-  for name, held in results.studies(f"art_study/{names}*.json").items():
-    tile, tokens = map(int, re.findall(r"\d+", name))
+  for path in (results.folder / "art_study").glob(f"{names}*.json"):
+    held, (tile, tokens) = results.json(path), map(int, re.findall(r"\d+", path.stem))
     found[-tile, tokens, f"{tokens:,} tokens, tiles of {tile}, {held['order']}"] = held
   return {key[-1]: found[key] for key in sorted(found)}
 
 
 def stops(results: Results, names: str) -> Part:
-  """Share read and error of stops: of a query head, and of those of a KV head together."""
-  rows = []
-  for label, held in studies(results, names).items():
-    for setting in [name for name in held["splits"] if " splits" in name]:
-      tau, count = re.findall(r"[\de.-]+", setting)[:2]
-      row = [label, TAUS[tau], count]
-      for kind in ("splits", "groups"):
-        row += map(held[kind][setting].get, ("visited", "stopped", "error"))
-      rows.append(row)
-  head: list[Any] = ["order", "τ", "splits"]
-  for who in ("a query head", "a group"):
-    head += [(f"read, {who}", SHARE), ("stop", SHARE), ("mean error", "{:.1e}")]
-  return cells.table(head, rows, labels=3)
+  made, labels = [], ["order", "τ", "splits"]
+  for kind, who in (("splits", "a query head"), ("groups", "a group")):
+    rows = [
+      {"order": order, "τ": TAUS[tau], "splits": splits, **held[kind][name]}
+      for order, held in _studies(results, names).items()
+      for name in held["splits"]
+      for tau, splits in [re.findall(r"[\de.-]+", name)[:2]]
+    ]
+    shares = (f"read, {who}", figure(SHARE, "visited")), ("stop", figure(SHARE, "stopped"))
+    made.append(cells.table(rows, labels, *shares, ("mean error", figure(ERROR, "error"))))
+  return pd.concat(made, axis=1)
 
 
 def orders(results: Results, names: str) -> Part:
-  """Tiles that groups read step after step by test and margin, τ fitted elsewhere."""
-  rows = []
-  for held in results.studies(f"art_study/{names}*.json").values():
-    text = held["about"]["text"].split()[-1]
-    for rule, row in held["rules"].items():
-      longer = row["longer"] if "margin" in rule else None
-      found = map(row.get, ("tau", "read", "error", "error_p99"))
-      rows.append([rule, text, *found, longer])
-  error = "{:.1e}"
-  head: list[Any] = ["walks", "text", ("τ", error), ("read", SHARE), ("mean error", error)]
-  return cells.table([*head, ("99 % below", error), ("go on", SHARE)], rows, labels=2)
+  rows = [
+    {"rule": rule, "text": held["about"]["text"].split()[-1], **row}
+    for path in sorted((results.folder / "art_study").glob(f"{names}*.json"))
+    for held in [results.json(path)]
+    for rule, row in held["rules"].items()
+  ]
+  return cells.table(
+    rows,
+    [("walks", "rule"), "text"],
+    ("τ", figure(ERROR, "tau")),
+    said("read", SHARE),
+    ("mean error", figure(ERROR, "error")),
+    ("99 % below", figure(ERROR, "error_p99")),
+    ("go on", lambda row: cells.say(SHARE, row["longer"] if "margin" in row["rule"] else None)),
+  )
 
 
 def groups(results: Results, names: str) -> Part:
-  """Share that each layer's groups read at τ = 0.01, the least to the most."""
-  rows: dict[int, dict[str, str]] = {}
-  for label, held in studies(results, names).items():
-    for layer, heads in held["heads"]["0.01"].items():
-      shown = cells.ends((x[0] for x in heads["group"]), "{:.0%}", " – ")
-      rows.setdefault(int(layer), {"layer": layer})[label] = shown
-  return cells.framed(rows[layer] for layer in sorted(rows))
+  by_layer = {
+    order: {
+      int(layer): cells.span((share for (share,) in heads["group"]), "{:.0%}", " – ")
+      for layer, heads in held["heads"]["0.01"].items()
+    }
+    for order, held in _studies(results, names).items()
+  }
+  return pd.DataFrame(by_layer).sort_index().rename_axis("layer")
 
 
 def theory(results: Results, names: str) -> Part:
-  """Agreement of probe and oracle, what φ adds, and where bounds apply."""
   rows = []
-  for label, held in studies(results, names).items():
-    for tau, words in TAUS.items():
-      for prefix, whose in (("", "a query head"), ("group_", "a group")):
-        if f"{prefix}agreement" in held:
-          row = [*map(held[f"{prefix}agreement"][tau]["all"].get, AGREED)]
-          row.append(None if prefix else held["without_direction"][tau]["same_stop"])
-          row += map(held[f"{prefix}bounds"][tau].get, BOUNDS)
-          rows.append([label, words, whose, *row])
-  head = ["order", "τ", "whose", *AGREED.values()]
-  head += [("walks that end alike without φ", COUNT), *BOUNDS.values()]
-  return cells.table(head, rows, labels=3)
-
-
-AGREED = {
-  "walks": ("walks", COUNT),
-  "ended": ("probe or oracle ends", COUNT),
-  "agree_of_ended": ("of these alike", SHARE),
-  "agree": ("of all alike", SHARE),
-  "early": ("probe too early", SHARE),
-}
-BOUNDS = {
-  "stops": ("stops", COUNT),
-  "assumption": ("Assumption 1 holds", SHARE),
-  "decays": ("Lemma 1 holds", SHARE),
-  "violations_where_it_decays": ("bound broken there", COUNT),
-  "violations_elsewhere": ("broken elsewhere", COUNT),
-}
+  for order, held in _studies(results, names).items():
+    for (tau, words), group in itertools.product(TAUS.items(), ("", "group_")):
+      if f"{group}agreement" in held:
+        row = dict.fromkeys(BOUNDS)  # without stops there are none
+        row |= {"order": order, "τ": words, "whose": "a group" if group else "a query head"}
+        row |= {} if group else {"same": held["without_direction"][tau]["same_stop"]}
+        rows.append(row | held[f"{group}agreement"][tau]["all"] | held[f"{group}bounds"][tau])
+  return cells.table(
+    pd.DataFrame(rows),
+    ["order", "τ", "whose"],
+    said("walks", COUNT),
+    ("probe or oracle ends", figure(COUNT, "ended")),
+    ("of these alike", figure(SHARE, "agree_of_ended")),
+    ("of all alike", figure(SHARE, "agree")),
+    ("probe too early", figure(SHARE, "early")),
+    ("walks that end alike without φ", figure(COUNT, "same")),
+    said("stops", COUNT),
+    ("Assumption 1 holds", figure(SHARE, BOUNDS[0])),
+    ("Lemma 1 holds", figure(SHARE, BOUNDS[1])),
+    ("bound broken there", figure(COUNT, BOUNDS[2])),
+    ("broken elsewhere", figure(COUNT, BOUNDS[3])),
+  )
 
 
 def lengths(results: Results, names: str) -> Part:
-  """Shares visited by length: one walk, of a query head and of a group."""
-  rows = [
-    [label, words, f"a {kind}", *(held["lengths"][tau][f"{n} tokens"][kind] for n in LENGTHS)]
-    for label, held in studies(results, names).items()
+  shares = {
+    (order, words): pd.DataFrame(held["lengths"][tau]).rename("a {}".format)
+    for order, held in _studies(results, names).items()
     for tau, words in TAUS.items()
-    for kind in ("query head", "group")
-  ]
-  head = ("order", "τ", "whose", *((f"{n:,} tokens", "{:.0%}") for n in LENGTHS))
-  return cells.table(head, rows, labels=3)
+  }
+  rows = pd.concat(shares, names=["order", "τ", "whose"]).reset_index()
+  lengths = (1024, 2048, 4096, 6144, 8192)
+  columns = ((f"{n:,} tokens", figure("{:.0%}", f"{n} tokens")) for n in lengths)
+  return cells.table(rows, ["order", "τ", "whose"], *columns)

@@ -1,14 +1,18 @@
 """kvpress and kvjax on the same prompts: what both keep and find."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+
+import pandas as pd
 
 from kvjax.programs.evals import kept, store
-from scripts.tools.tablemakers import Figure, Part, Record, Results, Row, cells, scored
+from scripts.tools.tablemakers import Part, Results, cells
+from scripts.tools.tablemakers.cells import Column, figure
+from scripts.tools.tablemakers.scores import percent
 
 FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
+NEEDLE = ("needle_kept", "needle_kept_by_kvpress")
 LIMITS = "limits.json"
 MODES = {"aware": "before the cut", "agnostic": "after it"}
 OURS = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
@@ -18,58 +22,24 @@ DIVIDED = {
   "without": "among all layers, but that one alike",
 }
 
-NEEDLE, SCORES = ("needle_kept", "needle_kept_by_kvpress"), ("score", "score_of_kvpress")
 
-Show = Callable[[Row], str]  # empty where a library took no part
-
-
-@functools.cache
-def found(results: Results, folder: str) -> list[tuple[Row, list[Row], list[Row]]]:
-  """Of each model its settings, its rows, and each cell's means.
-
-  Raises:
-    FileNotFoundError: there are no results.
-  """
-  inside = sorted(path.parent for path in (results.folder / folder).glob(f"*/{store.SETTINGS}"))
-  if not inside:
+def found(results: Results, folder: str) -> pd.DataFrame:
+  """The means of each model's cells; FileNotFoundError if there are none."""
+  means = []
+  for path in sorted((results.folder / folder).glob(f"*/{store.SETTINGS}")):
+    model, rows = store.settings_of(path.parent)["model"], store.read(path.parent)
+    for row in rows:
+      layers = row.get("kept_by_layer", [0])
+      row |= {"least": 100 * min(layers), "most": 100 * max(layers)}
+    means += [{"model": model, **x} for x in kept.summary(rows, store.KEY[1:5])]
+  if not means:
     raise FileNotFoundError(f"{results.folder / folder}: found no results of models")
-  by = ("length", "mode", "method", "budget") if folder == FOLDER else ("method", "budget")
-  models = []
-  for path in inside:
-    own = store.settings_of(path)
-    rows = [{**row, "model": own["model"], **_layers(row)} for row in store.read(path)]
-    file = (path.relative_to(results.folder) / store.ROWS).as_posix()
-    means = kept.summary(rows, ("model", *by))
-    for each in means:
-      place = tuple((name, each[name]) for name in by)
-      each["record"] = Record(file, place, "CPU", each["n"])
-    models.append((own, rows, means))
-  return models
+  return pd.DataFrame(means)
 
 
-def _layers(row: Row) -> dict[str, float]:
-  by_layer = row.get("kept_by_layer")
-  return {"least": min(by_layer), "most": max(by_layer)} if by_layer else {}
-
-
-def _table(results: Results, folder: str, labels: int, columns: Sequence[tuple[str, Show]]) -> Part:
-  """A row a cell of each model, whose first columns are names."""
-  rows = []
-  for each in (each for _, _, means in found(results, folder) for each in means):
-    shown = [show(each) for _, show in columns]
-    cited = (text and Figure(text, (each["record"],)) for text in shown[labels:])
-    rows.append([each["model"], *shown[:labels], *cited])
-  return cells.table(("model", *(head for head, _ in columns)), rows, labels=1 + labels)
-
-
-def of(form: Callable[..., str], *names: str) -> Show:
-  """Some figures of a cell."""
-  return lambda x: form(*map(x.get, names)) if all(name in x for name in names) else ""
-
-
-def both(ours: str, theirs: str, form: Callable[[Any], str]) -> Show:
-  """Two figures, or one where they read alike or there is one."""
-  return lambda x: " / ".join(dict.fromkeys(form(x[name]) for name in (ours, theirs) if name in x))
+def both(form: Callable[..., str], *names: str) -> Column:
+  """Figures of both sides, or one where they read alike."""
+  return lambda row: " / ".join(dict.fromkeys(form(row[x]) for x in names if row[x] is not None))
 
 
 def share(x: float) -> str:
@@ -84,50 +54,40 @@ def _part(budget: int, length: int) -> str:
   return "all" if part == 1 else str(part)
 
 
-def _megabytes(*sizes: float) -> str:
-  return " / ".join(dict.fromkeys(f"{x / 1e6:.2f}" for x in sizes))
-
-
-def _span(least: float, most: float) -> str:
-  return f"{cells.span((100 * least, 100 * most), '{:.0f}')} %"
-
-
-N = ("n", of(str, "n"))
-SAME = ("same answer", of("{} of {}".format, "same_answers", "n"))
+KEPT = ("kept", figure(_part, "budget", "length"))
+ASKED = ("question", figure(MODES.__getitem__, "mode"))
+WAY = ("divided", figure(DIVIDED.__getitem__, "method"))
+PERCENT = functools.partial(cells.say, "{:.0%}")
+MEGABYTES = both(lambda x: f"{x / 1e6:.2f}", "bytes", "bytes_of_kvpress")
 
 
 def kvpress(results: Results) -> Part:
-  """Tokens kept and scores of both at equal budgets; kvpress in other settings."""
-  columns = [
-    ("method", of(cells.method, "method")),
-    ("kept", of(_part, "budget", "length")),
-    ("question", of(MODES.__getitem__, "mode")),
-    N,
-    ("tokens a head", both("kept", "kept_by_kvpress", "{:.0f}".format)),
-    ("equal", of(share, "equal")),
-    ("of fewer", of(share, "of_fewer")),
-    ("heads alike", of(share, "identical")),
-    ("needle's tokens kept", both(*NEEDLE, lambda x: f"{100 * x:.0f} %")),
-    ("found by kvjax", of(scored.percent, "score")),
-    ("by kvpress", of(scored.percent, SCORES[1])),
-    SAME,
-    ("of it cached", of("{:.0%}".format, "answer_kept")),
-    ("logits apart", of("{:.0e}".format, "logits_apart")),
-    ("MB", of(_megabytes, "bytes", "bytes_of_kvpress")),
-  ]
-  return _table(results, FOLDER, 3, columns)
+  return cells.table(
+    found(results, FOLDER),
+    ["model", ("method", figure(cells.method, "method")), KEPT, ASKED],
+    "n",
+    ("tokens a head", both("{:.0f}".format, "kept", "kept_by_kvpress")),
+    ("equal", figure(share, "equal")),
+    ("of fewer", figure(share, "of_fewer")),
+    ("heads alike", figure(share, "identical")),
+    ("needle's tokens kept", both(PERCENT, *NEEDLE)),
+    ("found by kvjax", figure(percent, "score")),
+    ("by kvpress", figure(percent, "score_of_kvpress")),
+    ("same answer", figure("{:.0f} of {}", "same_answers", "n")),
+    ("of it cached", figure("{:.0%}".format, "answer_kept")),
+    ("logits apart", figure("{:.0e}", "logits_apart")),
+    ("MB", lambda row: row["bytes"] and MEGABYTES(row)),
+  ).fillna("")
 
 
 def kvzip(results: Results) -> Part:
-  """KVzip by how a budget is divided: needles that kvpress and kvjax find."""
-  columns = [
-    ("kept", of("1/{}".format, "budget")),
-    ("divided", of(DIVIDED.__getitem__, "method")),
-    ("a layer keeps", of(_span, "least", "most")),
-    ("needle's tokens kept", of("{:.0%}".format, NEEDLE[1])),
-    ("found", both(*SCORES, scored.percent)),
-    ("of fewer", of(share, "of_fewer")),
-    SAME,
-    N,
-  ]
-  return _table(results, KVZIP, 2, columns)
+  return cells.table(
+    found(results, KVZIP),
+    ["model", ("kept", figure("1/{}", "budget")), WAY],
+    ("a layer keeps", figure(lambda *ends: f"{cells.span(ends, '{:.0f}')} %", "least", "most")),
+    ("needle's tokens kept", figure("{:.0%}".format, NEEDLE[1])),
+    ("found", both(percent, "score", "score_of_kvpress")),
+    ("of fewer", figure(share, "of_fewer")),
+    ("same answer", figure("{:.0f} of {}", "same_answers", "n")),
+    "n",
+  ).fillna("")

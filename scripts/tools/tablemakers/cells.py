@@ -1,119 +1,66 @@
-"""Cells, sentences and tables in Markdown, which carry their records."""
+"""Tables: records, columns that are declared as functions of these, and Markdown."""
 
 import functools
 import operator
 import re
-import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from scripts.tools.tablemakers import GPU, Case, Figure, Part, Results, Row, records, timings
-from scripts.tools.tablemakers.timings import Ratio, gain, over
+import pandas as pd
 
-Column = Callable[[Case], Any] | str  # or a contender, for its time
+from scripts.tools.tablemakers import GPU, Part, Ratio, Record, Results, gain, over
 
-
-def say(template: str, *parts: Any) -> Figure:
-  """A template with values in it, which are all that may have numbers.
-
-  Raises:
-    ValueError: a number has no source.
-  """
-  literal = (text for text, *_ in string.Formatter().parse(template))
-  for text in (*literal, *(part for part in parts if isinstance(part, str))):
-    records.without_source(text)
-  sources = (x for x in parts if isinstance(x, Figure) or not isinstance(x, str))
-  return Figure(template.format(*parts), records.of(*sources))
+# A name of a record's, contenders of a case (`value`), or a function of the record.
+Column = str | Callable[[Any], Any]
 
 
-def method(name: str) -> str:
-  """A method as code, and what is said of its settings."""
-  return re.sub("^[^,]*", r"`\g<0>`", name)
+def say(form: str | Callable[..., str], *values: Any) -> str | None:
+  """Values in a form, with a space before percent and a true minus after signs."""
+  if None in values:
+    return None
+  if callable(form):
+    return form(*values)
+  text = form.format(*values).replace("%", " %")
+  return text.replace("-", "−") if "{:+" in form else text
 
 
-def listed(parts: Iterable[Any], between: str = ", ") -> Figure:
-  """Values one after the other."""
-  parts = list(parts)
-  return say(between.join(["{}"] * len(parts)), *parts)
+method = functools.partial(re.sub, "^[^,]*", r"`\g<0>`")  # as code, without its settings
 
 
-def span(values: Iterable[Any], form: str, between: str = " to ") -> str:
+def span(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> str:
   """From the least to the largest of some numbers; one where they read alike."""
   found = sorted(values)
-  return between.join(dict.fromkeys(form.format(value) for value in (found[0], found[-1])))
+  return between.join(dict.fromkeys(say(form, value) for value in (found[0], found[-1])))
 
 
-def ends(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> Figure:
-  """The same of numbers from files."""
-  found = list(values)
-  return Figure(span(found, form, between), records.of(*found))
+def value(record: Any, column: Column) -> Any:
+  """What a column shows of a record; None is a dash.
 
-
-def table(head: Iterable[Any], rows: Iterable[Sequence[Any]], labels: int = 1) -> Part:
-  """A table in Markdown, whose first columns are names; nothing without rows.
-
-  Args:
-    head: of each column its name, or its name and the form of its values.
-    rows: texts and values; None is a dash.
-
-  Raises:
-    ValueError: a row is not as long as the head, or a number has no source.
+  Of contenders between bars it is the time of the fastest that took the case. One may be several,
+  one after the other: `0.5 * attend + join`.
   """
-  columns = [(column, "{}") if isinstance(column, str) else column for column in head]
-  names = [name for name, _ in columns]
-  part = Part([_line(names), "|" + "---|" * len(columns)])
-  for row in map(list, rows):
-    if len(row) != len(columns):
-      raise ValueError(f"row: found {len(row)} cells {row}, expected {len(columns)}")
-    shown = [_shown(cell, form) for cell, (_, form) in zip(row, columns, strict=True)]
-    behind = [records.without_source(text) for text in shown[labels:]]
-    part.figures += [x for x in behind if isinstance(x, Figure)]
-    part.rows.append((", ".join(shown[:labels]), dict(zip(names[labels:], behind, strict=True))))
-    part.append(_line(shown))
-  return part if part.rows else Part()
+  if callable(column):
+    return column(record)
+  if column in record:
+    return record[column]
+  sums = ([x.rpartition(" * ") for x in each.split(" + ")] for each in column.split("|"))
+  times = [
+    functools.reduce(operator.add, (record[name] * float(n or 1) for n, _, name in each))
+    for each in sums
+    if all(name in record for _, _, name in each)
+  ]
+  return min(times, key=lambda time: time.us, default=None)
 
 
-def framed(rows: Iterable[Row], labels: int = 1) -> Part:
-  """The same of rows by their columns; what a row lacks is a dash."""
-  rows = list(rows)
-  head = list(dict.fromkeys(name for row in rows for name in row))
-  return table(head, (map(row.get, head) for row in rows), labels)
-
-
-def noted(part: Part, note: Figure) -> Part:
-  """A table with what it is made of below."""
-  part += ["", f"`{note}`"]
-  part.figures.append(note)
-  return part
-
-
-def _line(texts: Iterable[str]) -> str:
-  return f"| {' | '.join(texts)} |"
-
-
-def _shown(value: Any, form: str) -> str:
-  if value is None:
-    return "–"
-  return value if isinstance(value, str) else say(form, value)
-
-
-def ranked(rows: Iterable[tuple[float, Sequence[Any]]]) -> list[Sequence[Any]]:
-  """Rows by their values, the largest first: of one card and of the same prompts.
-
-  Raises:
-    ValueError: they are of unlike cards, or of unlike prompts.
-  """
-  listed = list(rows)
-  records.alike(records.of(value) for value, _ in listed)
-  return [row for _, row in sorted(listed, key=lambda pair: -pair[0])]
-
-
-# ---- tables with a row a case
-
-
-def cell(case: Case, column: Column) -> Any:
-  """Value that a column shows of a case; None if a contender has no time."""
-  return timed(case, column) if isinstance(column, str) else column(case)
+def table(records: Any, labels: list[Any], *columns: str | tuple[str, Column]) -> pd.DataFrame:
+  """A row a record; a head may be what the column shows."""
+  if isinstance(records, pd.DataFrame):
+    records = records.astype(object).where(records.notna(), None).to_dict("records")
+  pairs = [(x, x) if isinstance(x, str) else x for x in (*labels, *columns)]
+  heads = [head for head, _ in pairs]
+  rows = [[value(record, column) for _, column in pairs] for record in records]
+  made = pd.DataFrame(rows, columns=heads, dtype=object).set_index(heads[: len(labels)])
+  return made.dropna(axis=1, how="all") if rows else made
 
 
 class Cases(NamedTuple):
@@ -127,31 +74,18 @@ class Cases(NamedTuple):
   card: str = GPU
 
   def table(self, *columns: str | tuple[str, Column]) -> Callable[..., Part]:
-    """A maker of a table with a row a case; a head may be its contender."""
-    pairs = [(column, column) if isinstance(column, str) else column for column in columns]
+    """A maker of a table with a row a case."""
 
     def make(results: Results, named: str = "") -> Part:
       suite, card = (self.suite, named or self.card) if self.suite else (named, self.card)
-      held = results.cases(suite, self.pattern, card)
-      rows = ([case.name, *(cell(case, column) for _, column in pairs)] for case in held)
-      return table(("", *(name for name, _ in pairs)), rows)
+      return table(results.cases(suite, self.pattern, card), [("", "case")], *columns)
 
     return make
 
 
-def timed(case: Case, names: str) -> timings.Timing | None:
-  """The time of the fastest of some contenders, between bars, if any took the case.
-
-  One may be several, one after the other, with a plus between them.
-  """
-  each = (name.split(" + ") for name in names.split("|"))
-  found = [functools.reduce(operator.add, map(case.time, x)) for x in each if all(map(case.has, x))]
-  return min(found, key=lambda timing: timing.us, default=None)
-
-
 def own(names: str = "kvjax") -> Column:
   """The time that the row is about."""
-  return lambda case: say("{:**}", timed(case, names) or case.time(names))
+  return lambda case: f"{value(case, names) or case[names]:**}"
 
 
 def longer(
@@ -159,9 +93,9 @@ def longer(
 ) -> Column:
   """Ratio of this time to the reference's, if both have one."""
 
-  def show(case: Case) -> str | None:
-    both = timed(case, mine), timed(case, reference)
-    return say(form, how(*both)) if all(both) else None
+  def show(case: Record) -> Ratio | None:
+    both = value(case, mine), value(case, reference)
+    return how(*both, form) if all(both) else None
 
   return show
 
@@ -169,27 +103,18 @@ def longer(
 faster = functools.partial(longer, how=gain)  # the reference's time over this one
 
 
-def over_bytes(form: str = "{:.3f}") -> Column:
-  """Ratio of our time to that of its bytes at a read's bandwidth."""
-  return lambda case: say(form, (took := case.time("kvjax")).us * took.rate / case.bytes)
+def figure(form: str | Callable[..., str], *names: str, to: str = "") -> Column:
+  """Figures of a record in a form; of a ratio, the time that it is to."""
 
-
-def bandwidth(name: str) -> Column:
-  """Share of a read's bandwidth that a contender has."""
-  return lambda case: say("{:.2f}", case.bytes / (took := case.time(name)).rate / took.us)
-
-
-def figure(name: str, form: str = "{:.2f}", reference: str = "") -> Column:
-  """A figure of the case, or several; of a ratio, what it is to, if timed."""
-
-  def show(case: Case) -> str | Ratio:
-    found = case.figures[name]
-    text = say(form, *(found if isinstance(found, list) else [found]))
-    return Ratio(text, took) if (took := timed(case, reference)) else text
+  def show(record: Any) -> Any:
+    values = [record[name] for name in names]
+    text = say(form, *(values[0] if isinstance(values[0], list) else values))
+    reference = value(record, to)
+    return Ratio(values[0], text, reference) if reference else text
 
   return show
 
 
-def said(name: str, form: str = "{:.2f}", reference: str = "") -> tuple[str, Column]:
-  """The same, under its own name."""
-  return name, figure(name, form, reference)
+def said(name: str, form: str = "{:.2f}", to: str = "") -> tuple[str, Column]:
+  """One figure, under its own name."""
+  return name, figure(form, name, to=to)

@@ -1,15 +1,15 @@
-"""Times of methods that read a part of the cache, of codes, shared slots and LongFlow."""
+"""Times of methods that read a part, of codes, shared slots and LongFlow."""
 
 import re
 
-from scripts.tools.tablemakers import GPU, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, longer, own, say
+import pandas as pd
 
-# ---- methods that read a part of the cache
+from scripts.tools.tablemakers import GPU, READ, Part, Results
+from scripts.tools.tablemakers.cells import Cases, faster, longer, own, said, say
 
 scores = Cases("select", "^(Quest|InfLLM-v2) .* B1").table(
   ("kvjax", own()),
-  ("over the summaries' bytes at a read's bandwidth", cells.over_bytes("{:.2f}")),
+  ("over the summaries' bytes at a read's bandwidth", longer(READ)),
   "XLA",
 )
 sparse = Cases("sparse").table(
@@ -23,45 +23,37 @@ steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
   ("a step", own()),
   ("full cache, or copies", BESIDE),
   ("times as fast", faster(BESIDE)),
-  cells.said("of what bytes allow", "{:.3f}", BESIDE),
-  cells.said("bytes allow"),
+  said("of what bytes allow", "{:.3f}", BESIDE),
+  said("bytes allow"),
 )
 
 
 def launches(results: Results) -> Part:
-  """The launches of a layer's step: their sum, and each in order."""
-  study, rows = results.study(f"{GPU}/launches.json"), []
-  for layer, found in study["layers"].items():
-    parts = [say(f"{name.partition('__')[0]} {{:.1f}}", us) for name, us in found]
-    rows.append([layer, sum(us for _, us in found), cells.listed(parts)])
-  return cells.table(("a layer's step", ("all", "**{:.1f} µs**"), "launches, µs"), rows)
+  rows = {}
+  for layer, found in results.json(f"{GPU}/launches.json")["layers"].items():
+    parts = ", ".join(f"{name.partition('__')[0]} {us:.1f}" for name, us in found)
+    rows[layer] = {"all": f"**{sum(us for _, us in found):.1f} µs**", "launches, µs": parts}
+  return pd.DataFrame.from_dict(rows, "index").rename_axis("a layer's step")
 
-
-# ---- CPE's step without groups, where retrievals are shared
 
 cpe = Cases("cpe", "keys$").table(
-  cells.said("tokens a head", "{:.0f}"),
+  said("tokens a head", "{:.0f}"),
   ("CPE", own()),
   ("dense", "dense decode"),
   ("times as fast", faster("dense decode")),
-  cells.said("of the limit by bytes", reference="dense decode"),
+  said("of the limit by bytes", to="dense decode"),
   ("torch flash SDPA", "torch flash"),
   ("times as fast as flash", faster("torch flash")),
 )
-# Attention to a list alone, by how its tokens lie, beside dense decode over as many.
+# Attention to a list alone, by how its tokens lie.
 cpe_alone = Cases("cpe", "the list alone$").table(
   ("apart", own("apart")),
   ("in runs of 8", "runs of 8"),
   "in a row",
   ("dense decode over as many", "dense decode"),
-  ("apart, of a read's bandwidth", cells.bandwidth("apart")),
+  ("apart, of a read's bandwidth", faster(READ, "apart")),
 )
-
-
-# ---- codes, heads that share slots, branches that share a context
-
 BASE = "dense decode|sparse decode"
-# Decode over codes, whole and listed, beside the same over bfloat16.
 codes = Cases("quantised", r"^(listed )?int\d B").table(
   ("codes", own()),
   ("bfloat16", BASE),
@@ -75,10 +67,6 @@ per_head = Cases("per_head").table(
   ("times as fast", faster("equal heads|SnapKV", "shared|kvjax")),
   ("where those share slots too", faster("equal heads, shared", "shared")),
 )
-
-
-# ---- LongFlow: a layer's step, and whole answers
-
 longflow = Cases("longflow", "^step").table(
   ("LongFlow", own()),
   "dense decode",
@@ -89,15 +77,16 @@ longflow = Cases("longflow", "^step").table(
 
 
 def answers(results: Results) -> Part:
-  """Long answers at the batch that fills the memory."""
-  ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"].figures, []
-  for name in ("LongFlow", "Full"):
-    names = ("batch", "tokens a second", "of its byte limit", "MiB of a row")
-    batch, rate, *rest = (ours[f"{name}, {each}"] for each in names)
-    rows.append([name, batch, say("**{:,.0f}**", rate), *rest])
+  ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"], {}
+  for who in ("LongFlow", "Full"):
+    rows[who] = {
+      "batch": ours[f"{who}, batch"],
+      "tokens a second": say("**{:,.0f}**", ours[f"{who}, tokens a second"]),
+      "of its byte limit": say("{:.2f}", ours[f"{who}, of its byte limit"]),
+      "cache of a row": say("{:,.0f} MiB", ours[f"{who}, MiB of a row"]),
+    }
   for peer in results.cases("longflow", "transformers$"):
-    how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer.shapes)
-    rate = say("{:,.0f}", peer.figures["tokens a second"])
-    rows.append([f"transformers, {how}", peer.figures["batch"], rate, None, None])
-  head = ["", ("batch", "{:.0f}"), "tokens a second", ("of its byte limit", "{:.2f}")]
-  return cells.table([*head, ("cache of a row", "{:,.0f} MiB")], rows)
+    how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer["shapes"])
+    rate = say("{:,.0f}", peer["tokens a second"])
+    rows[f"transformers, {how}"] = {"batch": peer["batch"], "tokens a second": rate}
+  return pd.DataFrame.from_dict(rows, "index").rename_axis("")

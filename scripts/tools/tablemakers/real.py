@@ -1,219 +1,156 @@
 """A real model at long contexts: scores beside costs, and which method when."""
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from typing import Any
 
-from kvjax.programs.evals import choices, costs, families, store, walks
-from kvjax.programs.evals.costs import Board, Cost
-from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import GPU, Number, Part, Record, Results, Row, cells, scored
+import pandas as pd
+
+from kvjax.programs.evals import choices, costs, families
+from kvjax.programs.evals.standing import Standings, standings
+from scripts.tools.tablemakers import Part, Results, Timing, cells, over
 from scripts.tools.tablemakers.cells import say
-from scripts.tools.tablemakers.scored import View, called
-from scripts.tools.tablemakers.timings import Timing, over
+from scripts.tools.tablemakers.scores import FULL, REAL, called, gap, percent, run, shown
 
-FOLDER = f"{GPU}/real"
-LENGTHS = (8192, 32768)
+FIRST, LAST = 8192, 32768  # lengths that are compared
 LEAST = 0.5  # the full cache's score in the tasks that are compared
-# Rows that are not shown: their gates were found on needles of the draw that they were tested on.
-WITHDRAWN = ("duo_attention",)
-
 MS, KEPT = "ms a token (× full)", "GB kept a row (× full)"
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-  """The runs of a folder.
-
-  Attributes:
-    folder: below scripts/results.
-    device: where they ran.
-    views: scores by length and mode, without walks too short to end early.
-    costs: of steps.
-  """
-
-  folder: str
-  device: str
-  views: dict[tuple[int, str], View]
-  costs: list[Cost]
-
-  def boards(self, length: int) -> list[tuple[View, Board]]:
-    """Scores beside costs at a length, by batch."""
-    view = self.views.get((length, "aware"))
-    return [(view, board) for board in costs.boards([view.whole], self.costs)] if view else []
-
-  def time(self, cost: Cost) -> Timing:
-    """A step of a method, with its line of speed.jsonl."""
-    names = ("method", "budget", "length", "batch")
-    place = tuple((name, getattr(cost, name)) for name in names)
-    record = Record(f"{self.folder}/speed.jsonl", place, self.device, cost.times)
-    return Timing(f"`{cost.method}`", Number(cost.us, record), cost.low, cost.high)
-
-  def shown(self, cost: Cost, full: Cost) -> dict[str, str | None]:
-    """Of a step of the whole batch: tokens attended to, milliseconds, GB."""
-    mine, theirs = self.time(cost), self.time(full)
-
-    def figure(value: float | None, form: str = "") -> str | None:
-      form = form or ("{:.2f}" if value is None or value >= 0.1 else "{:.3f}")
-      return None if value is None else say(form, Number(value, *mine.records))
-
-    kept = figure(cost.kept)
-    if cost.host_bytes:
-      kept = say("{} + {} on the host", kept, figure(cost.host_bytes / cost.batch / 1e9))
-    wide = "" if mine.steady else say(" [{}]", mine.spread)
-    return {
-      "attended": figure(cost.attended, "{:,.0f}"),
-      "ms": say("{:.2f}{} ({:.2f})", mine.us / 1e3, wide, over(mine, theirs)),
-      "kept": kept,
-      "read": figure(cost.read),
-      "holds": figure(cost.peak_bytes and cost.peak_bytes / 1e9, "{:.1f}"),
-      "expected": figure(cost.expected_us and cost.expected_us / 1e3, "{:.2f}"),
-    }
+@functools.cache
+def views(results: Results, folder: str = REAL) -> dict[tuple[int, str], Standings]:
+  """Scores by length and mode, without walks too short to end early."""
+  found = standings(run(results, folder).rows, LEAST)
+  return {(whole.length, whole.mode): whole for whole in found}
 
 
 @functools.cache
-def held(results: Results, folder: str = FOLDER) -> Held:
-  """A folder's rows and costs."""
-  settings = store.settings_of(results.folder / folder)
+def steps(results: Results, folder: str = REAL) -> pd.DataFrame:
+  """Steps that the full cache was timed beside: numbers, and texts."""
+  found, rows = run(results, folder), []
+  ((_, settings),) = found.runs
+  times = {
+    cost: Timing(f"`{cost.method}`", cost.us, cost.low, cost.high, settings["device"])
+    for cost in found.costs
+  }
+  full = {(cost.length, cost.batch): time for cost, time in times.items() if cost.method == "full"}
+  for cost, time in times.items():
+    if theirs := full.get((cost.length, cost.batch)):
+      took = f"{cost.milliseconds:.2f}" + ("" if time.steady else f" [{time.spread}]")
+      host = cost.host_bytes / cost.batch / 1e9
+      row = {**vars(cost), "cost": cost, "who": called(cost.method, cost.budget), "time": time}
+      row |= {"tokens": say("{:,.0f}", cost.attended), "ms": f"{took} ({over(time, theirs)})"}
+      row["kept"] = _size(cost.kept) + (f" + {_size(host)} on the host" if host else "")
+      row["read"] = _size(cost.read)
+      row["holds"] = say("{:.1f}", cost.peak_bytes and cost.peak_bytes / 1e9)
+      row["expected"] = say("{:.2f}", cost.expected_us and cost.expected_us / 1e3)
+      rows.append(row)
+  return pd.DataFrame(rows)
 
-  def wanted(row: Row) -> bool:
-    short = walks.too_short(row["method"], row["budget"], row["length"], settings)
-    return not short and not row["method"].startswith(WITHDRAWN)
 
-  listed = scored.views(results, folder, wanted, LEAST)
-  views = {(view.whole.length, view.whole.mode): view for view in listed}
-  return Held(folder, settings["device"], views, costs.read(results.folder / folder))
-
-
-# ---- scores and costs
+def _size(gigabytes: float) -> str:
+  return f"{gigabytes:.2f}" if gigabytes >= 0.1 else f"{gigabytes:.3f}"
 
 
 def scores(results: Results, where: str) -> Part:
-  """At a length, in a mode or a folder: full, then who attends to as many tokens, by score."""
+  """At a length, in a mode or a folder; alike are those that attend to as many tokens."""
   length, _, other = where.partition(" ")
-  mode, folder = ("", other) if "/" in other else (other, FOLDER)
-  found = held(results, folder)
-  if (view := found.views.get((int(length), mode or "aware"))) is None:
-    return Part()
-  boards = [] if mode else [board for _, board in found.boards(int(length))]
-  tasks = [*view.whole.tasks, *view.whole.weak]
-
-  def row(one: Standing, label: str) -> Row:
-    made = {"tokens attended to": label, **view.shown(one, tasks)}
-    for board in boards:
-      costs = {(x.method, x.budget): x.cost for x in board.points}
-      cost = costs.get((one.method, one.budget))
-      shown = found.shown(cost, board.full.cost) if cost else {}
-      made[f"ms a token, batch {board.batch} (× full)"] = shown.get("ms")
-      if board is boards[-1]:
-        made |= {"GB kept a row": shown.get("kept")}
-        made[f"GB read a step, batch {board.batch}"] = shown.get("read")
-        made["expected ms"] = shown.get("expected")
-    return made
-
-  rows = [row(view.whole.full, "all")]
-  for label, ones in _classes(view, boards):
-    rows += view.ranked(ones, lambda one, label=label: row(one, label))
-  return cells.framed([*rows, *(row(one, "no mean") for one in view.whole.missing)], labels=2)
-
-
-def _classes(view: View, boards: list[Board]) -> list[tuple[str, list[Standing]]]:
-  """Methods with a mean by the tokens that they attend to, the most first."""
-  costs = (x.cost for board in reversed(boards) for x in board.points)
-  seen = {(cost.method, cost.budget): cost.attended for cost in costs if cost.attended}
-
-  def tokens(one: Standing) -> int:
-    return seen.get((one.method, one.budget), 0)
-
-  ones = [x for x in view.whole.by.values() if x.score and x is not view.whole.full]
-  least, groups = 0, dict[int, list[Standing]]()
-  for one in sorted(ones, key=tokens):
-    least = least if tokens(one) <= choices.ALIKE * least else tokens(one)
-    groups.setdefault(least, []).append(one)
-  names = (_tokens(map(tokens, group)) if boards else "–" for group in groups.values())
-  return [*zip(names, groups.values(), strict=True)][::-1]
+  mode, folder = ("", other) if "/" in other else (other, REAL)
+  whole = views(results, folder).get((int(length), mode or "aware"))
+  if whole is None:
+    return pd.DataFrame()
+  found = shown(whole, [*whole.tasks, *whole.weak])
+  compared, found["seen"] = found.score.notna(), 0.0
+  timed = pd.DataFrame() if mode else steps(results, folder)
+  if len(timed):
+    timed = timed[(timed.length == int(length)) & timed.who.isin(found.index[compared])]
+    timed = timed.set_index("who").sort_values("batch")
+  if len(timed):
+    for batch, here in timed.groupby("batch"):
+      found[f"ms a token, batch {batch} (× full)"] = here.ms
+    found["GB kept a row"] = here.kept
+    found[f"GB read a step, batch {batch}"] = here.read
+    found["expected ms"] = here.expected
+    seen = timed.cost.map(lambda cost: cost.attended).groupby("who").first()
+    found["seen"] = seen.reindex(found.index).fillna(0)
+  tokens = sorted({*found.seen[compared].astype(float)})
+  least = itertools.accumulate(tokens, lambda x, n: x if n <= choices.ALIKE * x else n)
+  found["least"] = found.seen.map(dict(zip(tokens, least, strict=True))).where(compared)
+  alike = found.drop(FULL).groupby("least").seen
+  found["label"] = found.least.map(alike.agg(_tokens if len(timed) else lambda _: "–"))
+  found.loc[FULL, ["label", "least"]] = "all", float("inf")
+  found = found.sort_values(["least", "score"], ascending=False).fillna({"label": "no mean"})
+  found = found.drop(columns=["score", "budget", "seen", "least"])
+  found = found.set_index("label", append=True).swaplevel()
+  return found.rename_axis(["tokens attended to", "method, budget"])
 
 
-def _tokens(attended: Iterable[int | None]) -> str:
-  """Tokens that some methods attend to; those that were not seen have none."""
+def _tokens(attended: Any) -> str:
   seen = [tokens for tokens in attended if tokens]
-  return cells.span(seen, "{:,}") if seen else "not seen"
+  return cells.span(seen, "{:,.0f}") if seen else "not seen"
 
 
 def end_to_end(results: Results) -> Part:
-  """Steps at longer contexts than the first, each beside the full cache's."""
-  found, rows = held(results), []
-  timed = [cost for cost in found.costs if cost.length > LENGTHS[0]]
-  full = {(cost.length, cost.batch): cost for cost in timed if cost.method == FULL}
-  for cost in sorted(timed, key=lambda cost: (cost.length, cost.batch, cost.us)):
-    shown = found.shown(cost, full[cost.length, cost.batch])
-    row = {"tokens": f"{cost.length:,}", "batch": str(cost.batch), "method, budget": called(cost)}
-    row |= {"attended to": shown["attended"], "ms a step (× full)": shown["ms"]}
-    rows.append(row | {"GB read": shown["read"], "expected ms": shown["expected"]})
-  return cells.framed(rows, labels=3)
-
-
-# ---- which method when
-
-
-def _choices(results: Results) -> Iterator[Row]:
-  """Choices by length, batch, tokens attended to and memory, with costs."""
-  found = held(results)
-  for view, board in (pair for length in LENGTHS for pair in found.boards(length)):
-    for same in choices.classes(board):
-      for memory, chosen in choices.by_memory(same):
-        for choice in chosen:
-          attended = _tokens(point.cost.attended for point in same.points[1:])
-          row = {"tokens": f"{view.whole.length:,}", "batch": str(board.batch)}
-          row |= {"attended to": attended, "memory": memory, "for": ", ".join(choice.aims)}
-          yield row | _taken(choice, board, view, found)
-
-
-def _taken(choice: choices.Choice, board: Board, view: View, found: Held) -> Row:
-  """A method's costs, scores and limits, and what it loses in other modes."""
-  if (point := choice.point) is None:
-    return {"take": "nothing that was measured fits"}
-  shown, who = found.shown(point.cost, board.full.cost), (point.method, point.budget)
-  gap, (record,) = view.gap(view.whole.by[who]), found.time(point.cost).records
-  share = Number(point.cost.kept / board.full.cost.kept, record)
-  risks: list[str] = [families.of(point.method).risk]
-  for (length, mode), other in found.views.items():
-    there = other.whole.by.get(who)
-    if length == board.standings.length and other is not view and there:
-      risks += [say(f"{mode} {{}}", gap) for gap in [other.gap(there)] if gap]
-  return {
-    "take": called(point),
-    MS: shown["ms"],
-    KEPT: say("{} ({:.2f})", shown["kept"], share),
-    "GB a step holds": shown["holds"],
-    "score": view.mean(view.whole.by[who]),
-    "less full": say("**{}**", gap) if choice.loses else gap,
-    "risk": cells.listed(risks, "; ") if len(risks) > 1 else risks[0],
-  }
+  timed = steps(results).sort_values(["length", "batch", "us"]).query(f"length > {FIRST}")
+  timed["length"] = timed.length.map("{:,}".format)
+  made = timed.set_index(["length", "batch", "who"])[["tokens", "ms", "read", "expected"]]
+  heads = ["attended to", "ms a step (× full)", "GB read", "expected ms"]
+  return made.set_axis(heads, axis=1).rename_axis(["tokens", "batch", "method, budget"])
 
 
 def when(results: Results) -> Part:
-  return cells.framed(_choices(results), labels=6)
+  timed, rows = steps(results), []
+  if timed.empty:
+    return timed
+  timed = timed.set_index("cost")
+  wholes = [whole for x in (FIRST, LAST) if (whole := views(results).get((x, "aware")))]
+  for board in costs.boards(wholes, [*timed.index]):
+    for same in choices.classes(board):
+      attended = _tokens(point.cost.attended for point in same.points[1:])
+      for memory, chosen in choices.by_memory(same):
+        row = {"tokens": f"{board.standings.length:,}", "batch": board.batch}
+        row |= {"attended to": attended, "memory": memory}
+        rows += [row | _taken(results, board, choice, timed) for choice in chosen]
+  return pd.DataFrame(rows).set_index([*rows[0]][:6])
+
+
+def _taken(
+  results: Results, board: costs.Board, choice: choices.Choice, timed: pd.DataFrame
+) -> dict[str, Any]:
+  """A method's costs and score, and what it loses in each mode."""
+  row = {"for": ", ".join(choice.aims), "take": "nothing that was measured fits"}
+  if (point := choice.point) is None:
+    return row
+  step, who, whole = timed.loc[point.cost], (point.method, point.budget), board.standings
+  lost, risks = gap(whole, *who), [families.of(point.method).risk]
+  for (length, mode), other in views(results).items():
+    if length == whole.length and other is not whole and (there := gap(other, *who)):
+      risks.append(f"{mode} {there}")
+  return row | {
+    "take": step.who,
+    MS: step.ms,
+    KEPT: f"{step.kept} ({point.cost.kept / board.full.cost.kept:.2f})",
+    "GB a step holds": step.holds,
+    "score": percent(point.score),
+    "less full": f"**{lost}**" if choice.loses and lost else lost,
+    "risk": "; ".join(risks),
+  }
 
 
 def advice(results: Results) -> Part:
-  """The first page's: each length's largest batch, where anything gains."""
-  largest = {row["tokens"]: row["batch"] for row in _choices(results)}
-  names = ("tokens", "attended to", "for", "take", MS, KEPT, "less full")
-  rows = []
-  for row in _choices(results):
-    free = row["memory"].endswith("more") and row["batch"] == largest[row["tokens"]]
-    aims = {"fastest", "least kept"} & set(row["for"].split(", "))
-    if free and aims and row["take"] != f"`{FULL}`":
-      rows.append({name: row[name] for name in names} | {"for": ", ".join(sorted(aims))})
-  return cells.framed(rows, labels=4)
+  rows = when(results).reset_index()
+  aims = [{"fastest", "least kept"} & {*aims.split(", ")} for aims in rows["for"]]
+  rows["for"] = [", ".join(sorted(aim)) for aim in aims]
+  free = rows.memory.str.endswith("more") & (rows["take"] != FULL) & (rows["for"] != "")
+  rows = rows[free & (rows.batch == rows.groupby("tokens").batch.transform("last"))]
+  return rows.set_index(["tokens", "attended to", "for", "take"])[[MS, KEPT, "less full"]]
 
 
 def picture(results: Results) -> Part:
-  """The pictures of each length's largest batch; one shows all with its batch."""
-  boards = (board for length in LENGTHS for _, board in held(results).boards(length)[-1:])
-  return Part(
+  """The pictures of each length's largest batch."""
+  largest = {tokens: batch for tokens, batch, *_ in when(results).index}
+  return [
     f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
-    f"({FOLDER}/score_by_cost_aware_b{batch}.png)"
-    for batch in dict.fromkeys(board.batch for board in boards)
-  )
+    f"({REAL}/score_by_cost_aware_b{batch}.png)"
+    for batch in dict.fromkeys(largest.values())
+  ]

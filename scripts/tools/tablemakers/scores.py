@@ -1,86 +1,124 @@
-"""Scores without costs: methods on a task, quality per byte, and SmolLM2."""
+"""Scores: methods on a task, quality per byte, and SmolLM2."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
+from typing import Any
 
+import pandas as pd
+
+from kvjax.programs import plot
 from kvjax.programs.evals import walks
-from kvjax.programs.evals.standing import FULL, Standing
-from scripts.tools.tablemakers import GPU, Number, Part, Results, Row, cells, real
-from scripts.tools.tablemakers.cells import say
-from scripts.tools.tablemakers.scored import called, summary, views
+from kvjax.programs.evals.standing import Standings, standings
+from kvjax.programs.evals.stats import Estimate
+from scripts.tools.tablemakers import GPU, Part, Results, cells
+from scripts.tools.tablemakers.cells import figure, said, say
+
+FULL = "`full`"
+REAL = f"{GPU}/real"
+# Not shown: their gates were found on needles of the draw that they were tested on.
+WITHDRAWN = ("duo_attention",)
+
+
+@functools.cache
+def run(results: Results, folder: str) -> plot.Results:
+  """An evaluation's rows, without walks too short to end early, and costs."""
+  found = plot.Results([results.folder / folder])
+  found.rows = [row for row in found.rows if not row["method"].startswith(WITHDRAWN)]
+  return found
+
+
+def called(method: str, budget: int | None) -> str:
+  """A method with its budget."""
+  return f"`{method}`" if budget is None else f"`{method}`, {budget:,}"
+
+
+def interval(found: Estimate | None, form: str = ".2g", unit: float = 1) -> str | None:
+  """A mean with its interval; zero has no sign."""
+  if found is None:
+    return None
+  mean, low, high = (f"{unit * x:z{form}}" for x in (found.mean, found.low, found.high))
+  return f"{mean} ({low}–{high})"
+
+
+percent = functools.partial(interval, form=".0f", unit=100)
+
+
+def gap(whole: Standings, *who: Any) -> str | None:
+  """Points less than the full cache's on the same prompts; None for itself."""
+  one = whole.by.get(who)
+  if one is None or one.gap is None or one is whole.full:
+    return None
+  points = (100 * x for x in (one.gap.mean, one.gap.low, one.gap.high))
+  return say("{:+.0f} ({:+.0f} to {:+.0f})", *points)
+
+
+def shown(whole: Standings, tasks: Sequence[str], form: str = ".0f") -> pd.DataFrame:
+  """Methods' scores in tasks, means, gaps and divergences, and what to sort them by."""
+  rows = {}
+  for who, one in whole.by.items():
+    asked = tasks if one.score else one.tasks
+    counts = [len(one.prompts[task]) for task in asked if task in one.prompts]
+    row = {"n": cells.span(counts, "{}")}
+    for task in tasks:
+      weak = ", not in the mean" if task in whole.weak else ""
+      row[f"`{task}`{weak}"] = percent(one.tasks.get(task), form=form)
+    row |= {"mean": percent(one.score), "less full": gap(whole, *who)}
+    row["KL, nats"] = "0" if one.kl and one.kl.high == 0 else interval(one.kl)
+    rows[called(*who)] = row | {"score": one.score and one.score.mean, "budget": one.budget}
+  return pd.DataFrame.from_dict(rows, "index").rename_axis("method, budget")
 
 
 def task(results: Results, where: str) -> Part:
-  """Methods on a folder's task, full first, then by budget and score."""
   folder, _, name = where.partition(" ")
-  sizes = cache_bytes(row for row in results.rows(folder) if row["task"] == name)
-  view, *_ = views(results, folder, lambda row: row["task"] == name) or [None]
-  if view is None:
-    return Part()
-
-  def row(one: Standing) -> Row:
-    size = Number(sizes[one.method, one.budget] / 1e6, *view.records(one, name))
-    found = {"method, budget": called(one), "n": view.n(one, name)}
-    found |= {"right, %": view.score(one, name, ".1f"), "less full": view.gap(one)}
-    return found | {"MB kept a row": say("{:.1f}", size)}
-
-  rows = [row(view.whole.full)]
-  for budget in sorted({one.budget for one in view.whole.by.values() if one.budget}):
-    rows += view.ranked((x for x in view.whole.by.values() if x.budget == budget), row)
-  return cells.framed(rows)
+  rows = [row for row in run(results, folder).rows if row["task"] == name]
+  found = shown(standings(rows)[0], [name], ".1f")
+  found["MB kept a row"] = [f"{size / 1e6:.1f}" for size in _cache(rows)[found.index]]
+  found = found[(found.budget.notna() & found.score.notna()) | (found.index == FULL)]
+  found = found.sort_values(["budget", "score"], ascending=[True, False], na_position="first")
+  found = found.rename(columns={f"`{name}`": "right, %"})
+  return found[["n", "right, %", "less full", "MB kept a row"]]
 
 
-def cache_bytes(rows: Iterable[Row]) -> dict[tuple[str, int | None], float]:
-  """Bytes of a row's cache by method and budget, the mean."""
-  sizes: dict[tuple[str, int | None], list[int]] = {}
-  for row in rows:
-    sizes.setdefault((row["method"], row["budget"]), []).append(row["cache_bytes"])
-  return {who: sum(found) / len(found) for who, found in sizes.items()}
+def _cache(rows: list[dict[str, Any]]) -> pd.Series:
+  """Bytes of a row's cache by method, the mean."""
+  sizes = pd.Series([row["cache_bytes"] for row in rows])
+  return sizes.groupby([called(row["method"], row["budget"]) for row in rows]).mean()
 
-
-# ---- quality per byte: what cuts, what rounds, and both, beside each other
 
 TASKS = ("needle", "niah_multikey_1", "niah_multivalue")
-LENGTH = 8192
 # Shares of the full cache's bytes, each with what is nearest to it.
-SHARES = {
-  "a half": (0.4, 0.6),
-  "a quarter": (0.2, 0.4),
-  "an eighth": (0.1, 0.2),
-  "a sixteenth": (0.0, 0.1),
-}
+SHARES = {"a sixteenth": 0.1, "an eighth": 0.2, "a quarter": 0.4, "a half": 0.6}
 BEST = 3  # of each share, the best by score; others of it are in the summary
 
 
 def per_byte(results: Results) -> Part:
   """The full cache, then of each share of its bytes the methods that find most."""
-  (view,) = views(results, real.FOLDER, _counts)
-  sizes = cache_bytes(filter(_counts, results.rows(real.FOLDER)))
-  shares = {who: size / sizes[FULL, None] for who, size in sizes.items()}
-
-  def row(one: Standing, label: str) -> Row:
-    share = Number(shares[one.method, one.budget], *view.records(one, *TASKS))
-    return {"share": label, **view.shown(one, TASKS), "cache": say("{:.0%}", share)}
-
-  full, *others = view.whole.by.values()
-  rows = [row(full, "all")]
-  for label, (low, high) in SHARES.items():
-    inside = (one for one in others if low <= shares[one.method, one.budget] < high)
-    rows += view.ranked(inside, lambda one, label=label: row(one, label))[:BEST]
-  return cells.framed(rows, labels=2)
+  every = (row for row in run(results, REAL).rows if row["task"] in (*TASKS, "kl"))
+  rows = [row for row in every if (row["length"], row["mode"]) == (8192, "aware")]
+  found, sizes = shown(standings(rows)[0], TASKS), _cache(rows)
+  shares = sizes / sizes[FULL]
+  found["cache"] = [say("{:.0%}", share) for share in shares[found.index]]
+  found["share"] = pd.cut(shares, [0, *SHARES.values()], right=False, labels=[*SHARES])
+  ranked = found.sort_values(["share", "score"], ascending=False).dropna(subset=["share", "score"])
+  best = ranked.groupby("share", observed=True).head(BEST).astype({"share": str})
+  made = pd.concat([found.loc[[FULL]].assign(share="all"), best])
+  return made.set_index("share", append=True).swaplevel().drop(columns=["score", "budget"])
 
 
-def _counts(row: Row) -> bool:
-  """True of the rows that are compared."""
-  asked = row["task"] in (*TASKS, "kl") and not row["method"].startswith(real.WITHDRAWN)
-  return asked and (row["length"], row["mode"]) == (LENGTH, "aware")
-
-
-# ---- SmolLM2: one needle, divergence, RULER
-
-SUMMARY, SETTINGS = (f"{GPU}/evaluation/{name}.json" for name in ("summary", "settings"))
+FOLDER = f"{GPU}/evaluation"
 LENGTHS = (1024, 2048, 4096)
 # In these the full cache reaches half at 1K and 2K.
-RULER = ("single_1", "single_2", "single_3", "multikey_1", "multivalue", "multiquery")
+RULER = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1")
+RULER += ("niah_multivalue", "niah_multiquery")
+
+
+def summary(results: Results, path: str) -> pd.DataFrame:
+  """Means of a file, of compression that has seen the question."""
+  rows = [row for row in results.json(path) if row["mode"] == "aware"]
+  for row in rows:
+    kl = row["also"].get("kl")
+    row |= {"score": Estimate(**row["score"]), "kl": kl and Estimate(**kl)}
+  return pd.DataFrame(rows)
 
 
 def smollm2(results: Results) -> Part:
@@ -88,22 +126,23 @@ def smollm2(results: Results) -> Part:
 
   Walks that are too short to end early at a length have no figure there.
   """
-  settings, ruler = results.json(SETTINGS), [f"niah_{name}" for name in RULER]
-  held = summary(results, SUMMARY, settings["device"])
-
-  def mean(tasks: Sequence[str], length: int, who: tuple[str, int | None]) -> Number | None:
-    found = [held.get((task, length, *who)) for task in tasks]
-    if None in found or walks.too_short(*who, length, settings):
-      return None
-    return 100 * sum(cell["score"]["mean"] for cell in found) / len(found)
-
-  rows = []
-  for who in dict.fromkeys(cell[2:] for cell in held if not cell[2].startswith("ltri")):
-    kl = None if walks.too_short(*who, 2048, settings) else held.get(("kl", 2048, *who))
-    needle = mean(("needle",), 2048, who)
-    row = [needle, kl and kl["also"]["kl"]["mean"], *(mean(ruler, n, who) for n in LENGTHS)]
-    rows.append((who[1] or 0, -(needle or 0), [str(who[1] or "–"), f"`{who[0]}`", *row]))
-  head = ["budget", "method", ("needle", "{:.0f}"), ("KL, nats", "{:.4f}")]
-  head += [(f"RULER at {n >> 10}K", "{:.1f}") for n in LENGTHS]
-  rows.sort(key=lambda row: row[:2])
-  return cells.table(head, (row for *_, row in rows), labels=2)
+  settings = results.json(f"{FOLDER}/settings.json")
+  found = summary(results, f"{FOLDER}/summary.json").fillna({"budget": 0})
+  found = found[~found.method.str.startswith("ltri")]
+  who = zip(found.method, found.budget, found.length, strict=True)
+  short = [walks.too_short(name, int(budget) or None, n, settings) for name, budget, n in who]
+  means = [kl.mean if kl else 100 * one.mean for one, kl in zip(found.score, found.kl, strict=True)]
+  found["value"] = pd.Series(means, found.index).mask(short)
+  wide = found.pivot(index=["budget", "method"], columns=["task", "length"], values="value")
+  rows = pd.DataFrame({"needle": wide["needle", 2048], "kl": wide["kl", 2048]})
+  for n in LENGTHS:
+    rows[f"RULER at {n >> 10}K"] = wide[[(task, n) for task in RULER]].mean(axis=1, skipna=False)
+  rows = rows.loc[[*dict.fromkeys(zip(found.budget, found.method, strict=True))]]
+  rows["order"] = -rows.needle.fillna(0)
+  return cells.table(
+    rows.reset_index().sort_values(["budget", "order"]).replace({"budget": {0: None}}),
+    [("budget", figure("{:.0f}", "budget")), ("method", figure("`{}`", "method"))],
+    said("needle", "{:.0f}"),
+    ("KL, nats", figure("{:.4f}", "kl")),
+    *(said(f"RULER at {n >> 10}K", "{:.1f}") for n in LENGTHS),
+  )

@@ -1,10 +1,9 @@
-"""Times of dense decode, steps and prompts, on one device and several."""
+"""Times of dense decode, steps and prompts, on one GPU and several."""
 
-from typing import Any
+import pandas as pd
 
-from scripts.tools.tablemakers import GPU, H100, Case, Part, Results, cells
-from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, say
-from scripts.tools.tablemakers.timings import Timing, over
+from scripts.tools.tablemakers import GPU, H100, READ, Part, Ratio, Record, Results, cells, over
+from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, said
 
 # Of torch's SDPA the faster of its two layouts.
 CUDNN = "torch cuDNN|torch cuDNN (heads)"
@@ -15,95 +14,55 @@ decode = Cases("decode").table(
   ("torch cuDNN SDPA", CUDNN),
   "jax cuDNN",
   ("torch flash SDPA", "torch flash|torch flash (heads)"),
-  "FlashInfer",
+  *("FlashInfer", "FlashInfer paged", "tokamax", "torch flex"),
 )
 
 
-# What both cards have of each suite: whose time, and beside whom; a bar is between names.
-BESIDE = {
-  "decode": ("kvjax", {"of a read": faster("read"), "over cuDNN": longer(f"jax cuDNN|{CUDNN}")}),
-  "sparse": ("kvjax", "FlashInfer paged"),
-  "select": ("kvjax", "read"),
-  "prr": ("prr", "serial"),
-  "longflow": ("kvjax", "dense decode"),
-  "cpe": ("kvjax", "dense decode"),
-  "art": ("ART|ART, p = inf", "dense decode|sparse decode"),
-  "quantised": ("kvjax", "dense decode|Full"),
-  "per_head": ("shared|kvjax", "equal heads|SnapKV"),
-  "prefill": ("kvjax", "torch cuDNN|dense"),
-  "e2e": ("kvjax", {"× all bytes": cells.over_bytes()}),
-  "e2e_sparse": ("kvjax|by profile", "Full|serial"),
-  "art_e2e": ("ART 1e-2", "SnapKV 0.2|Full"),
-  "forked": ("kvjax", "copies"),
-}
-
-
-def cards(results: Results, suite: str) -> Part:
-  """Cases that both cards have, side by side: the time, and what it is beside others'."""
-  mine, beside = BESIDE[suite]
-  if isinstance(beside, str):
-    beside = {f"over {beside.replace('|', ' or ')}": longer(beside, mine)}
-  columns = {"a call": own(mine), **beside}
-  rows: dict[str, dict[str, Any]] = {}
+def cards(results: Results, compared: str) -> Part:
+  """The cases of a suite that both cards have: whose time, and over whose."""
+  suite, mine, other = compared.split(" :: ")
+  columns = ("a call", own(mine)), (f"over {other.replace('|', ' or ')}", longer(other, mine))
+  both = []
   for card, folder in (("H200", GPU), ("H100", H100)):
-    for case in results.cases(suite, card=folder):
-      if cells.timed(case, mine):
-        row = rows.setdefault(case.name, {"": case.name})
-        row |= {f"{card}, {what}": show(case) for what, show in columns.items()}
-  both = [
-    row for row in rows.values() if {f"{card}, a call" for card in ("H200", "H100")} <= set(row)
-  ]
-  return cells.framed(both)
-
-
-# Other libraries on the H100.
-FLASHINFER = "FlashInfer paged|FlashInfer"
-peers = Cases("decode", card=H100).table(
-  ("kvjax", own()),
-  *(*FLASHINFER.split("|"), "tokamax", "torch flex"),
-  ("over the faster of FlashInfer and cuDNN", longer(f"{FLASHINFER}|jax cuDNN|{CUDNN}")),
-)
+    cases = [x for x in results.cases(suite, card=folder) if cells.value(x, mine)]
+    both.append(cells.table(cases, [("", "case")], *columns).add_prefix(f"{card}, "))
+  return pd.concat(both, axis=1, join="inner")
 
 
 def wheel(results: Results) -> Part:
-  """Decode from the wheel on the H100: its table, none, and what `kvjax tune` wrote."""
-  rows = []
-  for case in results.cases("wheel_shipped", card=H100):
-    first = case.time("kvjax")
-    others = (
-      results.bench(f"wheel_{how}", H100)[case.name].time("kvjax") for how in ("none", "tuned")
-    )
-    rows.append([case.name, say("{:**}", first), *(say("{:.3f}", over(x, first)) for x in others)])
-  return cells.table(("", "its table", "none, over it", "`kvjax tune`, over it"), rows)
+  """Decode from the wheel: its table, none, and what `kvjax tune` wrote."""
+  heads = {"shipped": "its table", "none": "none, over it", "tuned": "`kvjax tune`, over it"}
+  tables = [Cases(f"wheel_{x}", card=H100).table((heads[x], "kvjax"))(results) for x in heads]
+  (first, times), *others = pd.concat(tables, axis=1).items()
+  ratios = {name: map(over, column, times, ["{:.3f}"] * len(times)) for name, column in others}
+  return pd.DataFrame({first: times.map("{:**}".format), **ratios})
 
 
-# Whole steps on the H100.
-rows = Cases(card=H100).table(("a step, 8B's shape", own()), ("× all bytes", cells.over_bytes()))
+rows = Cases(card=H100).table(
+  ("a step, 8B's shape", own()), ("× all bytes", longer(READ, form="{:.3f}"))
+)
 # Requests of unequal answers, on the H100.
 batcher = Cases("batcher", card=H100).table(
   ("live batch", own("Batcher")),
   ("batches that wait", "waiting"),
   ("live over waiting", longer("waiting", "Batcher")),
-  ("tokens a second over a full batch's", figure("of a full batch")),
+  ("tokens a second over a full batch's", figure("{:.2f}", "of a full batch")),
 )
 # Shapes that a seed drew: the heuristic's cut over the fastest of a sweep.
-cuts = Cases("cuts", card=H100).table(("over the fastest cut", figure("over the fastest")))
-
-
-# ---- whole steps
-
-# A token's time over matrix products and the bytes of keys and values, and peers.
+cuts = Cases("cuts", card=H100).table(
+  ("over the fastest cut", figure("{:.2f}", "over the fastest"))
+)
+# A token's time over products and the bytes of keys and values, and peers.
 steps = Cases().table(
   ("kvjax, a token", own()),
-  cells.said("over XLA's products + KV", "{:.3f}", "products (XLA)"),
-  ("over ours + KV", figure("over our products + KV", "{:.3f}", "products")),
-  ("over all bytes", cells.over_bytes()),
+  said("over XLA's products + KV", "{:.3f}", "products (XLA)"),
+  ("over ours + KV", figure("{:.3f}", "over our products + KV", to="products")),
+  ("over all bytes", longer(READ, form="{:.3f}")),
   ("PyTorch, compiled, CUDA graph", "torch, CUDA graph"),
   ("PyTorch over ours", faster("torch, CUDA graph")),
   "transformers",
   ("transformers over ours", faster("transformers")),
 )
-# `generate` and a loop of one's own over a loop on the device.
 generate = Cases("generate").table(
   ("loop on the device, a token", own("loop")),
   ("`generate`", longer("loop", "generate", "{:.3f}")),
@@ -112,11 +71,6 @@ generate = Cases("generate").table(
   ("`chunk=1`", longer("loop", "generate, chunk=1", "{:.3f}")),
   ("an answer of 8 tokens", longer("loop", "short answer", "{:.3f}")),
 )
-
-
-# ---- prompts
-
-# Figures of contenders, and their forms.
 FIGURES = {
   "TFLOP/s": "{:.0f}",
   "less work": "{:.1%}",
@@ -128,45 +82,30 @@ FIGURES = {
 
 
 def prompts(results: Results, name: str) -> Part:
-  """A case's contenders, beside the full cache or else the first, and their figures."""
   case = results.bench("prefill")[name]
-  names = list(filter(case.has, case.rows))
-  reference = "Full" if "Full" in names else names[0]
-  said = {x: form for x, form in FIGURES.items() if any(y.endswith(x) for y in case.figures)}
-  rows = []
-  for who in names:
-    figures = (case.figures.get(f"{who}, {each}") for each in said)
-    rows.append([who, own(who)(case), longer(reference, who)(case), *figures])
-  return cells.table((name, "time", f"over {reference}", *said.items()), rows)
+  times = {row["name"]: case[row["name"]] for row in case["results"] if row["name"] in case}
+  reference = "Full" if "Full" in times else next(iter(times))
+  rows = {}
+  for who, time in times.items():
+    figures = {x: cells.say(form, case.get(f"{who}, {x}")) for x, form in FIGURES.items()}
+    rows[who] = {"time": f"{time:**}", f"over {reference}": over(time, times[reference]), **figures}
+  return pd.DataFrame.from_dict(rows, "index").dropna(axis=1, how="all").rename_axis(name)
 
 
 pieces = Cases("prefill", "^top layer").table(
   ("in pieces", own()),
   "dense",
   ("against dense", longer("dense")),
-  ("of what queries see there", figure("visible")),
+  ("of what queries see there", figure("{:.2f}", "visible")),
 )
-
-
-# ---- several GPUs: one program over two and four devices, beside one
-
-CHAIN = 64  # all-reduces that a case times, one after the other
+# Cases time 64 all-reduces, one after the other; a step has two in each layer.
+REDUCE = "0.015625 * 64 all-reduces"
 SEVERAL = "2 devices|4 devices"
 
 
-def _reduces(case: Case, n: int = 1, kernel: str = "") -> Timing | None:
-  """So many all-reduces."""
-  took = cells.timed(case, f"{CHAIN} all-reduces{kernel}")
-  return took and took * (n / CHAIN)
-
-
-def _over_share(case: Case) -> str | None:
-  """Over a share of one device's time and the all-reduces, where heads are split."""
-  several, reduces = cells.timed(case, SEVERAL), _reduces(case, 64)
-  if not several or not reduces:
-    return None
-  share = case.time("1 device") * (1 / int(several.name.split()[0]))
-  return say("{:.2f}", over(several, share + reduces))
+def _over_share(case: Record) -> Ratio | None:
+  share = 1 / int(cells.value(case, SEVERAL).name.split()[0])
+  return longer(f"{share} * 1 device + 64 all-reduces", SEVERAL)(case)
 
 
 gpus = Cases("scale", "^(?!Llama-3.1-70B)").table(
@@ -174,23 +113,15 @@ gpus = Cases("scale", "^(?!Llama-3.1-70B)").table(
   ("several", own(SEVERAL)),
   ("times as fast", faster("1 device", SEVERAL)),
   ("over its share + all-reduces", _over_share),
-  ("an all-reduce in a chain", _reduces),
+  ("an all-reduce in a chain", REDUCE),
   ("several, XLA's all-reduces", "2 devices, XLA's kernel"),
-  ("XLA's in a chain", lambda case: _reduces(case, 1, ", XLA's kernel")),
+  ("XLA's in a chain", f"{REDUCE}, XLA's kernel"),
 )
 
 LARGE = "full|snapkv|pyramidkv|streaming_llm"
-
-
-def _over_least(case: Case) -> str | None:
-  """Over the bytes and two all-reduces in each of 80 layers."""
-  least, step = _reduces(case, 160), cells.timed(case, LARGE)
-  return say("{:.2f}", over(step, least + case.bytes / least.rate)) if least and step else None
-
-
 gpus_70b = Cases("scale", "^Llama-3.1-70B").table(
   ("a step", own(LARGE)),
-  ("over bytes + all-reduces", _over_least),
+  ("over bytes + all-reduces", longer(f"2.5 * 64 all-reduces + {READ}", LARGE)),
   ("with ART", "|".join(f"ART({name})" for name in LARGE.split("|"))),
-  ("an all-reduce", _reduces),
+  ("an all-reduce", REDUCE),
 )

@@ -47,6 +47,7 @@ import jaxtyping  # noqa: E402
 # where there are shapes by jaxtyping, which costs several times as much. Checks are made when a
 # function is first called; what has no annotation, and what a call makes anew, has none.
 _shapes_checked = jaxtyping.jaxtyped
+_sizes = _shapes_checked("context")
 
 
 def _has_shapes(hint: Any) -> bool:
@@ -61,9 +62,17 @@ def _checked(function: Callable, typechecker: Any) -> Callable:
   except NameError:
     return _shapes_checked(function, typechecker=typechecker)
   checked = typechecker(function)
-  if any(map(_has_shapes, hints)):  # by itself jaxtyping would check arguments twice
-    return _shapes_checked(checked, typechecker=None)
-  return checked
+  return _of_one_call(checked) if any(map(_has_shapes, hints)) else checked
+
+
+def _of_one_call(checked: Callable) -> Callable:
+  """A letter is one size throughout a call: jaxtyping's own wrapper would also bind arguments."""
+
+  def call(*args, **kwargs):
+    with _sizes:
+      return checked(*args, **kwargs)
+
+  return call
 
 
 def _annotated(made: Any = None, *, typechecker: Any) -> Any:

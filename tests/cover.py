@@ -26,9 +26,14 @@ def covering(cases: list[tuple], most: int | None = None) -> list[int]:
 
 def pairwise(*levels) -> list[tuple]:
   """Few combinations of levels that have between them every pair of two of these."""
-  cases = list(itertools.product(*(range(len(level)) for level in levels)))
-  chosen = [cases[i] for i in _greedy([list(_pairs(case)) for case in cases])]
-  return [tuple(level[i] for level, i in zip(levels, case, strict=True)) for case in chosen]
+  sizes = [len(level) for level in levels]
+  cases = np.indices(sizes).reshape(len(sizes), -1).T
+  first, columns = 0, []
+  for i, j in itertools.combinations(range(len(sizes)), 2):  # a number for every pair of levels
+    columns.append(first + cases[:, i] * sizes[j] + cases[:, j])
+    first += sizes[i] * sizes[j]
+  chosen = _most_first(np.stack(columns, 1), first)
+  return [tuple(level[k] for level, k in zip(levels, cases[i], strict=True)) for i in chosen]
 
 
 def _pairs(case: tuple):
@@ -38,7 +43,12 @@ def _pairs(case: tuple):
 def _greedy(parts: list[list], most: int | None = None) -> list[int]:
   numbers: dict = {}
   table = np.array([[numbers.setdefault(x, len(numbers)) for x in part] for part in parts])
-  left, chosen = np.ones(len(numbers), bool), []
+  return _most_first(table, len(numbers), most)
+
+
+def _most_first(table: np.ndarray, count: int, most: int | None = None) -> list[int]:
+  """Rows that have between them every number below `count`, each the one that adds most."""
+  left, chosen = np.ones(count, bool), []
   while left.any() and len(chosen) != most:
     best = int(left[table].sum(1).argmax())
     chosen.append(best)

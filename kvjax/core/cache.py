@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.core import fields
-from kvjax.core.leaves import Layout, Leaf
+from kvjax.core.leaves import Layout, Leaf, traced
 from kvjax.primitives.trees import pytree
 
 if TYPE_CHECKING:
@@ -131,12 +131,13 @@ class Cache:
   def of(cls, leaves: dict[str, Leaf], leading: tuple[int, int, int]) -> Cache:
     """An empty cache of these arrays, where `leading` is (B, K, S)."""
     shelves: dict[str, dict[str, Any]] = {"slots": {}, "heads": {}, "rows": {}}
+    abstract = traced()
     for name, leaf in leaves.items():
       axes = {"slots": 3, "heads": 2, "rows": 1}[leaf.shelf]
       batch, heads, size = leading
       if leaf.heads is not None:
         heads = leaf.heads
-      shelves[leaf.shelf][name] = leaf.empty((batch, heads, size)[:axes])
+      shelves[leaf.shelf][name] = leaf.empty((batch, heads, size)[:axes], abstract)
     kinds = tuple((name, leaf.kind()) for name, leaf in sorted(leaves.items()))
     told = _one_of(tuple((name, kind) for name, kind in kinds if kind != Leaf(kind.shelf)))
     layouts = [leaf.layout for leaf in leaves.values() if leaf.layout is not None]

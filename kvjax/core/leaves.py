@@ -73,12 +73,16 @@ class Leaf:
   layout: Layout | None = None
   made: Callable[[], Any] | None = None
 
-  def empty(self, leading: tuple[int, ...]) -> Any:
-    """Content of an empty cache: an array [*leading, *shape], or the tree that is made."""
+  def empty(self, leading: tuple[int, ...], abstract: bool | None = None) -> Any:
+    """Content of an empty cache: an array [*leading, *shape], or the tree that is made.
+
+    `abstract`: what `traced` says, where it was asked before.
+    """
     if self.made is not None:
       return self.made()
     shape = *leading, *self.shape
-    if math.prod(shape) * jnp.dtype(self.dtype).itemsize <= _SMALL and not traced():
+    abstract = traced() if abstract is None else abstract
+    if math.prod(shape) * jnp.dtype(self.dtype).itemsize <= _SMALL and not abstract:
       return jax.device_put(np.full(shape, self.fill, self.dtype), may_alias=False)
     return jnp.full(shape, jnp.asarray(self.fill), self.dtype)
 

@@ -36,13 +36,17 @@ def modules() -> dict[str, pathlib.Path]:
   return {name.replace("/", "."): CODE / file for name, file in zip(names, files, strict=True)}
 
 
+def _for_types(test: ast.expr) -> bool:
+  return isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).endswith("TYPE_CHECKING")
+
+
 def imports(source: str, known: Collection[str]) -> set[str]:
   """The known modules that a file imports, late or by name too, not for types alone."""
   found: set[str] = set()
   left: list[ast.AST] = [ast.parse(source)]
   while left:
     node = left.pop()
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+    if isinstance(node, ast.If) and _for_types(node.test):
       continue
     left += ast.iter_child_nodes(node)
     if isinstance(node, ast.Import):

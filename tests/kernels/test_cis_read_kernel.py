@@ -178,9 +178,8 @@ class Doubled(CIS):
     return dataclasses.replace(attended, state=state, out=None)
 
 
-@pytest.mark.parametrize(
-  "over", [lambda method: method, pytest.param(Planning, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # that the launch gives way is below
+@pytest.mark.parametrize("over", [lambda method: method, Planning])
 def test_attention_of_ones_own_beneath_the_launch(over):
   """It is asked for, under a plan of one's own too: the lists are those of before."""
   how, stream = {"k": 6, "sinks": 2, "local": 3}, wandering(3, tokens=8, kv_heads=3, groups=1)

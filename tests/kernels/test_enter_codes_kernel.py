@@ -15,7 +15,6 @@ from kvjax import (
   Full,
   Linear,
   Quantised,
-  Quest,
   Rope,
   SnapKV,
   StreamingLLM,
@@ -341,11 +340,3 @@ def test_an_insert_of_ones_own_is_heard():
   (_, cache), (_, plain) = (taken(x, "pallas") for x in (Doubled(), Quantised()))
   np.testing.assert_allclose(cache.slots["v_scale"][0, :, 23], 2 * plain.slots["v_scale"][0, :, 23])
   np.testing.assert_array_equal(cache.slots["k"], plain.slots["k"])
-
-
-def test_summaries_are_made_of_what_is_stored():
-  """Quest's newest page, after the launch."""
-  method = Quantised(Quest(8, page=4, dense_layers=0))
-  (_, cache), (_, reference) = (taken(method, impl) for impl in ("pallas", "reference"))
-  for name in ("key_min", "key_max"):
-    np.testing.assert_array_equal(cache.heads[name], reference.heads[name])

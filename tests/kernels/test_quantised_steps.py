@@ -47,6 +47,8 @@ def test_what_is_listed_is_attended_to_in_codes(name, bits):
     np.testing.assert_allclose(out, want, atol=2e-5)
   for leaf in {"pos", "k", "v", "k_scale", "v_scale", "k_zero", "v_zero"} & {*cache.slots}:
     np.testing.assert_array_equal(cache.slots[leaf], reference.slots[leaf], err_msg=leaf)
+  for leaf in {"key_min", "key_max"} & {*cache.heads}:  # made of what is stored, after the launch
+    np.testing.assert_array_equal(cache.heads[leaf], reference.heads[leaf], err_msg=leaf)
 
 
 @pytest.mark.slow

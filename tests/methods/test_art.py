@@ -184,6 +184,7 @@ def test_where_nothing_can_be_spared_the_base_attends(base):
   np.testing.assert_array_equal(visited, read)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_a_base_is_told_what_its_own_attention_found(impl):
   """LongFlow names the next victim by the logits of its attention, where nothing can be spared."""

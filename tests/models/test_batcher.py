@@ -54,7 +54,7 @@ def alone(method, given, **how):
   return answer
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_answers_are_those_of_a_request_alone(method):
   """More requests than rows, of unequal lengths: none waits for a batch to end. Two are read at a

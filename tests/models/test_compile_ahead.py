@@ -46,8 +46,9 @@ def on_a_mesh():
   return parallel.shard(model(), mesh_of(2, 1))
 
 
+@pytest.mark.core(2)  # one device and one call, and several with all that a call may ask for
 @pytest.mark.parametrize(
-  ("made", "how"), [(model, {}), (model, DREW), (on_a_device, {}), (on_a_mesh, DREW)]
+  ("made", "how"), [(model, {}), (on_a_mesh, DREW), (model, DREW), (on_a_device, {})]
 )
 def test_it_is_the_step_that_runs(made, how):
   decoder, method = made(), kvjax.SnapKV(16, window_size=4)

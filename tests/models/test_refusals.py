@@ -477,6 +477,7 @@ def test_caches_of_dense_layers_are_not_stacked():
     kvjax.stacked(kvjax.empty_caches(kvjax.Quest(16), **sizes))
 
 
+@pytest.mark.core(1)  # prompts under a scan are those of test_front
 @pytest.mark.parametrize("move", ["decode_step", "prefill"])
 def test_methods_that_are_alike_in_all_layers_may_be_scanned(move):
   spans = kvjax.settings.example(kvjax.Ltri, 16)  # what differs by layer is in its caches

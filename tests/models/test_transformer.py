@@ -84,6 +84,7 @@ def test_config_says_what_is_wrong(change, message):
 # ---- the decoder
 
 
+@pytest.mark.slow  # of one step and of six in the laws
 def test_decoding_token_by_token_equals_prefill():
   """All positions in one pass, against one token of prompt and then decode steps."""
   tokens = TOKENS[:, :20]

@@ -118,7 +118,7 @@ def test_a_context_that_is_outgrown_is_said_before_the_prompt_is_read(loaded, mo
 
 @pytest.mark.core(1)
 @pytest.mark.usefixtures("loaded")
-@pytest.mark.parametrize("method", ["ltri", "full"])
+@pytest.mark.parametrize("method", ["full", "ltri"])
 def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_path, method):
   """The same answer as of a prompt that nothing stopped; another prompt is refused."""
   monkeypatch.setattr(turn, "LEAST", 16)

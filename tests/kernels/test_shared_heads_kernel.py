@@ -10,7 +10,7 @@ from kvjax.kernels.common import split_k
 def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[split_k.Piece]]:
   """The pieces of every program."""
   found = []
-  of = jnp.asarray([*tiles, *[0] * (1 << 10)])
+  of = jnp.asarray([*tiles, *[0] * (1100 - len(tiles))])  # one width: one program of each kind
   for pid in range(programs):
     monkeypatch.setattr(split_k.pl, "program_id", lambda axis, pid=pid: jnp.int32(pid))
     found.append([])

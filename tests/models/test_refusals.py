@@ -310,14 +310,15 @@ def traced(move, method, change, layer=1):
   """Traces a driver on arguments of which one is changed."""
   cache = kvjax.Cache.empty(method, SPEC, layer)
   at = method.at(Env(4, impl="reference"), layer)
-  q, k, live = jnp.zeros((2, 2, 3, 16)), jnp.zeros((2, 2, 16)), jnp.ones(2, bool)
+  q, k = np.zeros((2, 2, 3, 16), np.float32), np.zeros((2, 2, 16), np.float32)
+  live = np.ones(2, bool)
   given = {"cache": cache, "q": q, "k": k, "v": k, "live": live}
   if move == "prefill":
-    prompt = Prompt(jnp.array([5, 3]), jnp.array([5, 3]), None, 5, 0)
-    q, k = (jnp.repeat(jnp.expand_dims(x, -2), 5, -2) for x in (q, k))
+    prompt = Prompt(np.array([5, 3], np.int32), np.array([5, 3], np.int32), None, 5, 0)
+    q, k = (np.repeat(np.expand_dims(x, -2), 5, -2) for x in (q, k))
     given = {"cache": cache, "q": q, "k": k, "v": k, "prompt": prompt}
   given |= change(given)
-  jax.eval_shape(lambda: getattr(method, move)(at, *given.values(), Carry())[:3])
+  jax.eval_shape(lambda *told: getattr(method, move)(at, *told, Carry())[:3], *given.values())
 
 
 @pytest.mark.core(3)

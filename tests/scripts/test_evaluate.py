@@ -27,6 +27,7 @@ from kvjax.programs import common, evaluate
 from kvjax.programs.evals import (
   cells,
   continuations,
+  divergence,
   fitted,
   origin,
   overlap,
@@ -51,6 +52,14 @@ SAMPLES = 3
 @pytest.fixture(scope="module")
 def loaded():
   return tiny.load()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_steps():
+  """A text's divergence is measured over a quarter of its usual tokens."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(divergence, "STEPS", 32)
+    yield
 
 
 def arguments(out, *more, tasks=("needle", "kl"), methods=METHODS, samples=SAMPLES, batch=2):
@@ -261,13 +270,14 @@ def test_two_questions_are_asked_on_one_context(loaded, tmp_path):
   """Each of the cut context itself; a KVzip that keeps all of it answers as the full cache does."""
   more = ("--modes", "reuse", "--lengths", str(TWICE), "--budgets", "64", "2000")
   pair = "adakv:safeguard=0+kvzip:over_layers=True"
-  rows = run(loaded, tmp_path, *more, methods=("kvzip", pair, "quest"), tasks=("needle",))
+  methods = "kvzip", pair, "quest"
+  rows = run(loaded, tmp_path, *more, methods=methods, tasks=("needle",), samples=2)
   answers: dict = {}
   for row in rows:
     assert row["score"] == (row["also"]["first"] + row["also"]["other"]) / 2
     of_method = answers.setdefault((row["method"], row["budget"]), {})
     of_method[row["index"]] = row["first_answer"], row["answer"]
-  assert [len(found) for found in answers.values()] == [SAMPLES] * 7
+  assert [len(found) for found in answers.values()] == [2] * 7
   assert answers[pair, 2000] == answers["full", None] != answers[pair, 64]
   assert answers["kvzip", 2000] == answers["full", None] != answers["kvzip", 64]
 
@@ -966,7 +976,8 @@ def test_heads_that_say_nothing_are_refused_unless_told(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("shared", ["text", "seed", "key", "value", "continuation"])
-def test_heads_are_not_tested_on_what_they_were_fitted_on(loaded, tmp_path, shared):
+def test_heads_are_not_tested_on_what_they_were_fitted_on(loaded, tmp_path, shared, monkeypatch):
+  monkeypatch.setattr(divergence, "STEPS", 128)  # words enough to be known again
   task = "kl" if shared == "continuation" else "needle"
   row = TASKS[task].build(Reader(loaded[1]).count, length=LENGTH, seed=0, index=1)
   said = {

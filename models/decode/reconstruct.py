@@ -170,6 +170,7 @@ def scored(
   sinks = max(sinks, instructions.opening)
   longest = max(len(instructions.first), len(instructions.again) + TAIL) + len(instructions.suffix)
   batch, width = tokens.shape
+  chunk = min(chunk, width)
   spec = model.spec(batch, width + longest + chunk, dtype)
   full = Full()
   repeated = np.where(lengths > 0, longest + np.minimum(chunk, lengths), 0)

@@ -59,6 +59,7 @@ def imports(source: str, known: Collection[str]) -> set[str]:
   return found & set(known)
 
 
+@functools.cache
 def imported() -> dict[str, set[str]]:
   """Modules of kvjax, and those of it that each imports."""
   known = modules()

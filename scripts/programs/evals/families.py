@@ -1,6 +1,7 @@
 """Kinds of methods by what they promise, which is also what can go wrong with them."""
 
 import dataclasses
+import functools
 
 import kvjax
 from kvjax.families.coded import Coded
@@ -65,10 +66,15 @@ FAMILIES = (WHOLE, READS, ROUNDS, SKIMS, EVICTS, WINDOWS, STREAMS, OTHERS, CONTR
 YARDSTICKS = ("topk_oracle", "random")
 
 
+@functools.lru_cache(1024)
+def _named(label: str) -> kvjax.Method:
+  return labels.instance(label, 1024, "--methods")
+
+
 def of(label: str) -> Family:
   """Family of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
-    method = labels.instance(label, 1024, "--methods")
+    method = _named(label)
   except (ImportError, TypeError, ValueError):
     return OTHERS
   if isinstance(method, kvjax.Full):

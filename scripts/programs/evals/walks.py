@@ -32,7 +32,7 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
   named = kvjax.METHODS.get(re.split("[:+]", label)[0])
   if named is None or not issubclass(named, kvjax.ART):
     return False
-  method = labels.instance(label, budget or length, "--methods")
+  method = _named(label, budget or length)
   assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False
@@ -51,6 +51,11 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
       walks = batch * settings["config"]["kv_heads"]
       splits = choose_splits(walks, length, method.tile, kind=settings["device"])
   return not early_stops.can_stop(length, method.tile, int(splits), method.patience)
+
+
+@functools.lru_cache(1024)
+def _named(label: str, budget: int) -> kvjax.Method:
+  return labels.instance(label, budget, "--methods")
 
 
 def visited(

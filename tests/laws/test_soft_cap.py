@@ -18,8 +18,8 @@ LENGTHS, STEPS = [22, 9], 3
 CLOSE = {"rtol": 0, "atol": 2e-5}  # of a layer in float32, sums in another order
 REFUSED = "expected_attention"  # has no closed form
 METHODS = [name for name in kvjax.METHODS if name != REFUSED]
-# What the core asks: a selection and a walk; kernels over spans and over tables.
-NEUTRAL, KERNELS = {"quest", "art"}, {"full", "quest"}
+# What the core asks: a selection and a walk; kernels over tables (over spans by hand).
+NEUTRAL, KERNELS = {"quest", "art"}, {"quest"}
 
 
 def outputs(name, method=None, **how):

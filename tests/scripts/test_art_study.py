@@ -160,6 +160,11 @@ def test_steps_of_constant_values(few):
   assert summary["read"] == pytest.approx(np.mean([6 / n for n in counts]))
   read, summary = walked(segment, art_study.Rule("sinks", True, 1), 0.01)
   assert read == [13, 12, 11, 10, 9, 8, 7, 7, 7, 7, 7, 7] and summary["longer"] == 0
+  values = np.ones((64, 40))
+  values[56] = 30  # from the ninth step on 7 tiles do not do, nor 10: twice it reads beyond them
+  (turned,) = art_study.segments(every_position(values), 4)
+  read, summary = walked(turned, art_study.Rule("sinks", True, 1), 0.02)
+  assert read == [13, 12, 11, 10, 9, 8, 7, 7, 15, 15, 15, 15] and summary["longer"] == 2 / 12
   read, _ = walked(segment, art_study.Rule("newest", True, 1), 0.0)
   assert read == counts
 

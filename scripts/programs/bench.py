@@ -4,7 +4,8 @@
     kvjax bench decode --quick              tiny shapes, also on a CPU
     kvjax bench prr --only "8B B1" --minutes 2 --out run     a part of a long suite
 
-A contender gets no time if its output differs from the float32 reference, or its number of steps
+Peers are those that are installed of tokamax, torch and flashinfer-python, and jax's cuDNN. A
+contender gets no time if its output differs from the float32 reference, or its number of steps
 differs (tiles of a walk that may stop). A case that needs more than the device's memory is named
 and skipped. The floor is the number of bytes that must move, divided by the bandwidth of a plain
 streaming read in the same run. Results are written after every case and merged with other cases of

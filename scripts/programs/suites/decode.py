@@ -1,6 +1,7 @@
 """dense decode attention over a whole cache, against a streaming read and other libraries"""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -106,48 +107,32 @@ def _peers(inputs: list[tuple], shape: Shape, calls: int) -> list[Contender]:
   return made
 
 
-def _by_token(inputs: list[tuple]) -> list[tuple]:
-  """q [B, 1, N, H] and k, v [B, S, K, H] of every turn: what jax's attention takes, as copies."""
-  batch, kv_heads, groups, head_dim = inputs[0][0].shape
-  return [
+def _by_token(name: str, attend: Callable[..., Any], inputs: list[tuple], calls: int) -> Contender:
+  """A contender of q [B, 1, N, H] and k, v [B, S, K, H], as jax's attention has them: copies."""
+  batch, kv_heads, groups, head_dim = of = inputs[0][0].shape
+  turns = [
     (q.reshape(batch, 1, kv_heads * groups, head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2))
     for q, k, v, *_ in inputs
   ]
+  return jax_contender(name, attend, turns, output=lambda o: o.reshape(of), calls=calls)
 
 
 def _jax_cudnn(inputs: list[tuple], calls: int) -> Contender:
   """jax's attention by cuDNN."""
-
-  def attend(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-
-  return jax_contender(
-    "jax cuDNN",
-    attend,
-    _by_token(inputs),
-    output=lambda o: o.reshape(inputs[0][0].shape),
-    calls=calls,
-  )
+  attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+  return _by_token("jax cuDNN", attend, inputs, calls)
 
 
 def _tokamax(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
   """tokamax's attention by its own kernels, whichever of them takes the shape first."""
   import tokamax
 
-  lengths = jnp.asarray(shape.lengths()) if shape.ragged else None
-
-  def attend(q, k, v):
-    return tokamax.dot_product_attention(
-      *(q, k, v), key_value_seq_lengths=lengths, implementation=("mosaic", "triton")
-    )
-
-  return jax_contender(
-    "tokamax",
-    attend,
-    _by_token(inputs),
-    output=lambda o: o.reshape(inputs[0][0].shape),
-    calls=calls,
+  attend = functools.partial(
+    tokamax.dot_product_attention,
+    key_value_seq_lengths=jnp.asarray(shape.lengths()) if shape.ragged else None,
+    implementation=("mosaic", "triton"),
   )
+  return _by_token("tokamax", attend, inputs, calls)
 
 
 def _torch_sdpa(tensors: list[tuple], shape: Shape, calls: int) -> list[Contender]:

@@ -34,7 +34,7 @@ def span(values: Iterable[Any], form: str = "{:.2f}", between: str = " to ") -> 
 
 
 def value(record: Any, column: Column) -> Any:
-  """What a column shows of a record; None is a dash.
+  """Content of a column for a record; None is a dash.
 
   Of contenders between bars it is the time of the fastest that took the case. One may be several,
   one after the other: `0.5 * attend + join`.

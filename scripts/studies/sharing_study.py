@@ -42,7 +42,7 @@ from scripts.studies import STARTS, sheets
 RULES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
   "": ({}, (0.5, 0.7, 0.8, 0.9)),
   ", mean": ({"agree": "mean"}, (0.7, 0.8, 0.9)),
-  ", r = 0": ({"radius": 0}, (0.7, 0.8)),
+  ", r = 0": ({"radius": 0}, (0.5, 0.7, 0.8)),
   ", mean, r = 0": ({"agree": "mean", "radius": 0}, (0.7, 0.8, 0.9)),
 }
 SHARES = (

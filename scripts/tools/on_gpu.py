@@ -169,9 +169,9 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
 # was named before it was measured, and is the one whose answers are asked for.
 RANKED = "art:relative=True,sinks=4,margin=16,by_mass=inf,tau=0.02"
 ARTS = f"{RANKED} {RANKED.replace('0.02', '0.04')} {RANKED.replace('by_mass=inf,', '')}"
-# CPE as it is without settings, and with one cosine for a group, with and without neighbours; τ was
-# named before it was measured.
-CPES = "cpe cpe:agree=mean,tau=0.8 cpe:agree=mean,tau=0.8,radius=0"
+# CPE as it is without settings, and without neighbours where few groups retrieve, by either rule;
+# τ are those of the study of sharing on SmolLM2.
+CPES = "cpe cpe:tau=0.5,radius=0 cpe:agree=mean,tau=0.8,radius=0"
 STUDY = "--checkpoint {checkpoint} --length"
 LAYERS = " ".join(map(str, range(28)))
 

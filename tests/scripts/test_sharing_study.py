@@ -109,7 +109,7 @@ def test_points_table_and_picture(tmp_path):
   assert counts == {
     "CIS, s = 8": 4,
     "CIS, s = 8, mean": 3,
-    "CIS, s = 8, r = 0": 2,
+    "CIS, s = 8, r = 0": 3,
     "CIS, s = 8, mean, r = 0": 3,
     "HShare": 6,
   }

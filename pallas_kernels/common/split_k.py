@@ -268,7 +268,10 @@ def _join_kernel(*refs: Any, each: int) -> None:
   columns = jnp.arange(columns_of(head_dim))
   inside = columns < head_dim
   late = Late(*refs[4:8]) if each else None
-  further = jnp.int32(0) if late is None else late.count[row]
+  joins = pieces > 1
+  if late is not None:
+    further = late.count[row]
+    joins |= further > 0
 
   def with_parts(refs: Any, first: Any, count: Any, carry: Any) -> Any:
     acc_ref, part_m_ref, part_l_ref = refs
@@ -290,11 +293,11 @@ def _join_kernel(*refs: Any, each: int) -> None:
 
     return lax.fori_loop(0, pl.cdiv(count, JOINED), body, carry)
 
-  @pl.when((pieces > 1) | (further > 0))
+  @pl.when(joins)
   def _():
-    carry = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
     if late is None:
-      carry = with_parts(parts, first, pieces, carry)
+      zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
+      carry = with_parts(parts, first, pieces, zero)
     else:
       alone = pieces == 1  # of which the kernel has written the state itself
       o = backend.load(o_ref, row, group, columns, mask=inside & alone, other=0.0)

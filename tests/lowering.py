@@ -107,6 +107,17 @@ def _kernel(operation: Any) -> Kernel:
   )
 
 
+def truncated(kernel: Kernel) -> list[str]:
+  """Choices between two constants that became one bit wide, whatever they were.
+
+  Triton's lowering (jax 0.11) gives the constants of `jnp.where(p, 22, 0)`, p a scalar, the type of
+  p: 22 becomes 0. The interpreter does not.
+  """
+  bits = set(re.findall(r'(%\w+) = "arith\.constant"\(\).*-> i1$', kernel.text, re.MULTILINE))
+  choice = re.compile(r'.*"arith\.select"\(%\w+, (%\w+), (%\w+)\).*-> i1$', re.MULTILINE)
+  return [found[0] for found in choice.finditer(kernel.text) if bits.issuperset(found.groups())]
+
+
 def compile_kernel(kernel: Kernel, capability: int) -> Binary:
   """Compiles a kernel for a compute capability, 80 or 120 say."""
   import triton

@@ -3,8 +3,9 @@
 A row has the first L tiles of its order, newest first or as a table lists them, cut into pieces
 that fill the device as those of dense decode do (`split_k`). Pieces with one of the last tiles
 leave their state after each of these, at the columns that the detector looks at. A second launch
-looks at these tiles as Algorithm 1 does. All of its programs of a row do, a multiprocessor each:
-where it has not stopped by then, they read the rest of the row, a share each. The join is last.
+has a program for each row, which looks at these tiles as Algorithm 1 does. The third reads the rest
+of the rows where that has not stopped, cut into pieces that fill the device again: rows have not
+the programs of others that are done. The join is last.
 
 Bytes: keys and values of the tiles read; of each of the last ones the probe, 4·G·32.
 """
@@ -30,7 +31,7 @@ from kvjax.primitives.softmax_state import State
 MAX_TAIL = 62  # tiles that the detector looks at, and one before
 JOINED = 32  # partial states joined per step, at the probe's columns
 VALUES = 8192  # of the probes that a program looks at at once
-SETTLE_WARPS = 8
+JUDGE_WARPS = 8
 
 
 class Tail(NamedTuple):
@@ -125,55 +126,72 @@ def _place(columns: Array, head_dim: int, width: int) -> Array:
   return columns if width == head_dim else (columns * PROBES + head_dim - 1) // head_dim
 
 
-def _settle_kernel(
+def _judge_kernel(
   sources: reading.Sources,
   length_ref: Any,
   parts: tuple[Any, ...],
   tail_ref: Tail,
-  late: split_k.Late,
   end_ref: Any,
   walked_ref: Any,
   *,
   until: Stop,
   tail: int,
   sizes: ordering.Sizes,
-  sinks: int,
-  scale: tiling.Scale,
-  shares: int,
 ) -> None:
-  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail` -> states of the shares of
-  what else is read of a row, tiles after which the detector stopped (0: it did not), and tiles
-  read, [R].
+  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail` -> tiles after which the
+  detector stopped (0: it did not), and tiles to read, [R].
   """
-  row, share = pl.program_id(0), pl.program_id(1)
+  row = pl.program_id(0)
   here = length_of(sources, length_ref, row, None, sizes, tail)
   end = _judge(parts, tail_ref, row, here, sources.held.q.shape[2], until, tail)
-  goes_on = (end == NEVER) & (here.known < here.tiles)
+  end_ref[row] = jnp.where(end < NEVER, end, 0)
+  walked_ref[row] = jnp.where(end < NEVER, here.known, here.tiles)
 
-  @pl.when(share == 0)
-  def _() -> None:
-    end_ref[row] = jnp.where(end < NEVER, end, 0)
-    walked_ref[row] = jnp.where(goes_on, here.tiles, here.known)
-    late.count[row] = jnp.where(goes_on, shares, 0)
 
-  @pl.when(goes_on)
+def _rest_kernel(
+  sources: reading.Sources,
+  length_ref: Any,
+  walked_ref: Any,
+  late: split_k.Late,
+  *,
+  tail: int,
+  sizes: ordering.Sizes,
+  sinks: int,
+  scale: tiling.Scale,
+  programs: int,
+) -> None:
+  """`Sources`, lengths and tiles to read [R] -> states of pieces of what is not read yet."""
+  rows, groups, head_dim = sources.held.q.shape
+  of = functools.partial(length_of, sources, length_ref, sizes=sizes, tail=tail)
+
+  def left(row: Array, mask: Any) -> Array:
+    return backend.load(walked_ref, row, mask=mask, other=0) - of(row, mask).known
+
+  piece = split_k.piece(left, rows=rows, programs=programs)
+  tiles = left(piece.row, None)
+
+  @pl.when(piece.active & (piece.part == 0))
   def _() -> None:
-    groups, head_dim = sources.held.q.shape[1:]
+    late.cut[piece.row, 0] = piece.pid
+    late.cut[piece.row, 1] = jnp.where(tiles > 0, piece.parts, 0)
+
+  @pl.when(piece.active & (tiles > 0))
+  def _() -> None:
     lanes, columns = jnp.arange(split_k.lanes_of(groups)), jnp.arange(split_k.columns_of(head_dim))
-    read = reading.reading(sources, row, sizes=sizes, sinks=sinks, scale=scale)
-    left, per_tile = here.tiles - here.known, pl.cdiv(sizes.tile, sizes.part)
-    low, high = (here.known + i * left // shares for i in (share, share + 1))
+    read = reading.reading(sources, piece.row, sizes=sizes, sinks=sinks, scale=scale)
+    known, per_tile = of(piece.row, None).known, pl.cdiv(sizes.tile, sizes.part)
+    low, high = ((known + n) * per_tile for n in piece.share(tiles))
 
     def step(n: Any, carry: tiling.Carry) -> tiling.Carry:
       return read.add(*stopping.divided(n, per_tile), carry)[0]
 
-    carry = tiling.start(lanes.size, columns.size)
-    carry = lax.fori_loop(low * per_tile, high * per_tile, step, carry)
-    at, real = row * shares + share, lanes < groups
+    carry = lax.fori_loop(low, high, step, tiling.start(lanes.size, columns.size))
+    real = lanes < groups
     mask = real[:, None] & (columns < head_dim)[None, :]
-    backend.store(late.acc, at, lanes[:, None], columns[None, :], value=carry.acc, mask=mask)
+    index = piece.pid, lanes[:, None], columns[None, :]
+    backend.store(late.acc, *index, value=carry.acc, mask=mask)
     for ref, value in ((late.m, carry.m), (late.l, carry.l)):
-      backend.store(ref, at, lanes, value=value, mask=real)
+      backend.store(ref, piece.pid, lanes, value=value, mask=real)
 
 
 def _judge(
@@ -371,20 +389,26 @@ def read(
     interpret=interpret,
   )
   (written,) = written
-  parts = tuple(written[4:])
-  shares = 3 if interpreted else max(1, devices.this_device().cores // rows)
-  acc, m, l = split_k.state_shapes(rows * shares, groups, head_dim)
-  late, end, walked = backend.call(
-    functools.partial(_settle_kernel, until=until, shares=shares, **how),
-    *(sources, lengths, parts, left),
-    grid=(rows, shares),
-    out=[
-      split_k.Late(acc, m, l, of((rows,), jnp.int32)),
-      *2 * [of((rows,), jnp.int32)],
-    ],
-    warps=SETTLE_WARPS,
+  row = of((rows,), jnp.int32)
+  end, walked = backend.call(
+    functools.partial(_judge_kernel, until=until, sizes=how["sizes"], tail=tail),
+    *(sources, lengths, tuple(written[4:]), left),
+    grid=(rows,),
+    out=[row, row],
+    warps=JUDGE_WARPS,
+    stages=1,
+    name="art_judge_known",
+    interpret=interpret,
+  )
+  most = split_k.most_pieces(rows, programs)
+  (late,) = backend.call(
+    functools.partial(_rest_kernel, programs=programs, **how),
+    *(sources, lengths, walked),
+    grid=(most,),
+    out=[split_k.Late(*split_k.state_shapes(most, groups, head_dim), of((rows, 2), jnp.int32))],
+    warps=cut.warps,
     stages=cut.stages,
-    name="art_settle_known",
+    name="art_rest",
     interpret=interpret,
   )
   done = split_k.join(written, split=True, interpret=interpret, late=split_k.Late(*late))

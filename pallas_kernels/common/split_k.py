@@ -205,14 +205,14 @@ def store(
 
 
 class Late(NamedTuple):
-  """Further parts of rows, n of each: acc [R·n, G, H], m in base 2, l [R·n, G]; and how many of a
-  row count, all or none, [R].
+  """Further parts of rows: acc [P, G, H], m in base 2, l [P, G]; the first of a row's, and how many
+  it has, [R, 2].
   """
 
   acc: Any
   m: Any
   l: Any
-  count: Any
+  cut: Any
 
 
 def join(
@@ -226,9 +226,8 @@ def join(
     return done
   rows, groups, _ = done[0].shape
   parts = [*parts, *(late or ())]
-  each = late.m.shape[0] // rows if late else 0
   return backend.call(
-    functools.partial(_join_kernel, each=each),
+    functools.partial(_join_kernel, late=late is not None),
     *parts,
     *done,
     grid=(rows, groups),
@@ -254,9 +253,9 @@ def finished(done: Sequence[Array], lead: tuple[int, ...]) -> tuple[State, Array
   return State(o, m, l), rounded
 
 
-def _join_kernel(*refs: Any, each: int) -> None:
-  """acc [P, G, H], m, l [P, G], cut [R, 2], `Late` where rows have `each` such parts, and in place
-  o [R, G, H], m, l [R, G], o rounded.
+def _join_kernel(*refs: Any, late: bool) -> None:
+  """acc [P, G, H], m, l [P, G], cut [R, 2], `Late` where there is such, and in place o [R, G, H],
+  m, l [R, G], o rounded.
 
   Rows of one piece and no late parts are left alone.
   """
@@ -267,10 +266,10 @@ def _join_kernel(*refs: Any, each: int) -> None:
   head_dim = o_ref.shape[2]
   columns = jnp.arange(columns_of(head_dim))
   inside = columns < head_dim
-  late = Late(*refs[4:8]) if each else None
   joins = pieces > 1
-  if late is not None:
-    further = late.count[row]
+  if late:
+    *late_parts, late_ref = refs[4:8]
+    further = late_ref[row, 1]
     joins |= further > 0
 
   def with_parts(refs: Any, first: Any, count: Any, carry: Any) -> Any:
@@ -295,7 +294,7 @@ def _join_kernel(*refs: Any, each: int) -> None:
 
   @pl.when(joins)
   def _():
-    if late is None:
+    if not late:
       zero = jnp.zeros(columns.size, jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0.0)
       carry = with_parts(parts, first, pieces, zero)
     else:
@@ -304,7 +303,7 @@ def _join_kernel(*refs: Any, each: int) -> None:
       l = jnp.where(alone, l_ref[row, group], 0.0)
       carry = o * l, jnp.where(alone, m_ref[row, group] / tiling.LN2, -jnp.inf), l
       carry = with_parts(parts, first, jnp.where(alone, 0, pieces), carry)
-      carry = with_parts(late[:3], row * each, further, carry)
+      carry = with_parts(late_parts, late_ref[row, 0], further, carry)
     acc, m, l = carry
     value = acc / tiling.nonzero(l)
     backend.store(o_ref, row, group, columns, value=value, mask=inside)

@@ -59,7 +59,7 @@ STEPS = {
   "art over quest": (0, 6),
   "art over streaming_llm": (0, 3),
   "art over snapkv": (0, 3),
-  "art, known lengths": (0, 4),
+  "art, known lengths": (0, 5),
   "art, certified": (3, 5),  # bounds in the order of the walk
   "quantised": (0, 3),
   "int8 over quest": (3, 5),  # Quest's newest page

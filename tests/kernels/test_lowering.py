@@ -33,14 +33,14 @@ from tests.kernels.calls import (
   sizes,
   slow_unless,
 )
-from tests.lowering import SHARED, compile_kernel, lower
+from tests.lowering import SHARED, compile_kernel, lower, truncated
 
 pytest.importorskip("triton")
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
 STACK = {"art_walk": 48, "product": 8, "enter_codes": 8, "decode_int8": 8, "decode_int4": 8}
-STACK |= {"longflow_read": 48, "art_settle_known": 8}
+STACK |= {"longflow_read": 48, "art_judge_known": 8}
 
 
 @functools.cache
@@ -76,8 +76,22 @@ def test_compiles_within_limits(call):
   kernels = compiled(call)
   assert kernels
   for kernel, binary in kernels:
+    assert not truncated(kernel), kernel.name
     assert binary.shared <= SHARED[capability], kernel.name
     assert binary.stack <= STACK.get(kernel.name, 0), kernel.name
+
+
+def test_a_choice_between_constants_keeps_their_type():
+  def kernel(x_ref, literal_ref, typed_ref):
+    literal_ref[0] = jnp.where(x_ref[0] > 0, 22, 0)
+    typed_ref[0] = jnp.where(x_ref[0] > 0, jnp.int32(22), 0)
+
+  out = [jax.ShapeDtypeStruct((1,), jnp.int32)] * 2
+  call = functools.partial(
+    backend.call, kernel, grid=(1,), out=out, warps=1, stages=1, name="choice", interpret=False
+  )
+  (found,) = lower(call, ints(1))
+  assert len(truncated(found)) == 1
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ After a prompt the length L is what a walk of its last query took, and the margi
 of the order are read at once, as no test stands between them. The detector looks at the last of
 them and counts stable tiles from there. Where it stops, it does so where Algorithm 1 would, or
 later, and L tiles have been read; where it has not by tile L − 1, all of the others are read, at
-once too, by all programs that the row has. The output is that of what was read.
+once too, by all programs of the device. The output is that of what was read.
 
 A stop s and a margin m give the next L = max(s + m, L − f), f = max(1, ⌊m/4⌋): it rises as far as
 it must and falls slowly, so that few walks read everything. For that p + m + f tiles are looked at.

@@ -401,11 +401,12 @@ def read(
     interpret=interpret,
   )
   most = split_k.most_pieces(rows, programs)
+  acc, m, l = split_k.state_shapes(most, groups, head_dim)
   (late,) = backend.call(
     functools.partial(_rest_kernel, programs=programs, **how),
     *(sources, lengths, walked),
     grid=(most,),
-    out=[split_k.Late(*split_k.state_shapes(most, groups, head_dim), of((rows, 2), jnp.int32))],
+    out=[split_k.Late(acc, m, l, of((rows, 2), jnp.int32))],
     warps=cut.warps,
     stages=cut.stages,
     name="art_rest",

@@ -132,7 +132,7 @@ def choose(
 
 
 STREAMED = 64 << 10  # bytes of keys and values in a stage of `streaming`; half where they are few
-FEW = 4  # such stages a multiprocessor
+FEW = 12  # such stages a multiprocessor
 LEVEL = 0.96  # of the multiprocessors that a wave of programs keeps busy
 
 
@@ -143,7 +143,8 @@ def streaming(
 
   As many times the multiprocessors as leave few of them idle in the last wave: rows of one length
   get equal numbers of pieces, `split_k.piece`. A program has at least two tiles, if there are so
-  many; its products fit the registers of four warps.
+  many; its products fit the registers of four warps. Where keys are few and each has one query,
+  two programs share a multiprocessor at least: one alone waits for its tiles.
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize
@@ -157,7 +158,8 @@ def streaming(
     enough = 2 * pieces <= rows * max(1, slots // tile)
     return pieces / (here.cores * math.ceil(pieces / here.cores)) if enough else 0.0
 
-  times = next((n for n in (1, 2, 3, 4) if busy(n) >= LEVEL), max((1, 2, 3, 4), key=busy))
+  tried = range(2 if few and groups == 1 else 1, 5)
+  times = next((n for n in tried if busy(n) >= LEVEL), max(tried, key=busy))
   return Config(tile=tile, programs=times * here.cores, warps=4, stages=3)
 
 

@@ -6,7 +6,8 @@
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,9 +52,7 @@ def case(name: str, shape: Shape, quick: bool) -> Case:
   """One shape: the heuristic's cut, and what else may be fastest."""
   inputs, calls = rotated(shape, quick)
   here, itemsize = devices.this_device(), jnp.dtype(shape.dtype).itemsize
-  size = {"groups": shape.groups, "head_dim": shape.head_dim, "itemsize": itemsize}
-  rows = shape.batch * shape.kv_heads
-  ours = config.fitted(config.streaming(here, rows=rows, slots=shape.slots, **size), here, **size)
+  rows, ours = shape.batch * shape.kv_heads, ruled(shape, here)
 
   def contender(cut: Config) -> Contender:
     run = functools.partial(decode_attention, config=cut)
@@ -77,6 +76,26 @@ def case(name: str, shape: Shape, quick: bool) -> Case:
     subject="heuristic",
     figures=figures,
   )
+
+
+def ruled(shape: Shape, here: devices.Device) -> Config:
+  """The heuristic's cut of a shape on a device."""
+  size = {
+    "groups": shape.groups,
+    "head_dim": shape.head_dim,
+    "itemsize": jnp.dtype(shape.dtype).itemsize,
+  }
+  rows = shape.batch * shape.kv_heads
+  return config.fitted(config.streaming(here, rows=rows, slots=shape.slots, **size), here, **size)
+
+
+def contender_of(case: Mapping[str, Any]) -> str | None:
+  """The contender that is today's cut in a kept case; None: it was not timed."""
+  seed, name = re.fullmatch(r"seed (\d+): (.*)", case["case"]).groups()  # type: ignore[union-attr]
+  (shape,) = (shape for shape in drawn(int(seed)) if shape.name == name)
+  cut = str(ruled(shape, devices.device(case["heuristic"].card)))
+  then = f"{case['shapes']} {case['remarks']}"
+  return cut if cut in case else "heuristic" if cut in then else None
 
 
 def sweep(shape: Shape, cores: int, itemsize: int, quick: bool) -> Iterator[Config]:

@@ -543,89 +543,27 @@ def by_steps(fit: list[Segment], tested: list[Segment], tile: int) -> dict[str, 
   return found
 
 
-def steps_table(found: dict[str, Any], about: str) -> str:
-  """Tiles that groups read step after step, as text."""
-  head = f"{'τ':>9} {'fitted':>8} {'error':>9} {'read':>8} {'error':>9} {'99 %':>9} {'longer':>7}"
-  lines = [about, "", f"  {'':36} {head}"]
-  for name, row in found.items():
-    fitted = row["fitted"]
-    lines.append(
-      f"  {name:36} {row['tau']:9.2e} {fitted['read']:8.1%} {fitted['error']:9.2e} "
-      f"{row['read']:8.1%} {row['error']:9.2e} {row['error_p99']:9.2e} {row['longer']:7.2%}"
-    )
-  return "\n".join(lines) + "\n"
-
-
 # ---- what is written
 
 
 def tables(found: dict[str, Any], about: str) -> str:
-  """The tables as text."""
-  lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys", ""]
-  lines += ["What detectors read and miss (Tab. 3, Figs. 6 and 7)", ""]
-  for kind, costs in (
-    ("each query head by itself", {**found["costs"], **found["splits"]}),
-    ("the query heads of a KV head together, as ART's default", found["groups"]),
-  ):
-    lines.append(f"  {kind}")
-    heads = f"{'visited':>8} {'stopped':>8} {'of able':>8} {'error':>9} {'99 %':>9} {'> 0.1':>7}"
-    lines.append(f"  {'':29} {heads}")
-    lines += [
-      f"  {name:29} {cost['visited']:8.1%} {cost['stopped']:8.1%} {_share(cost):>8} "
-      f"{cost['error']:9.2e} {cost['error_p99']:9.2e} {cost['far_off']:7.2%}"
-      for name, cost in costs.items()
-    ]
-    lines.append("")
-  lines += ["  error: ‖o(T) − o(t)‖ / ‖o(T)‖, mean over all walks, the unstopped ones too"]
-  lines += ["  of able: of the walks that can stop before their end: over p + 1 tiles in a split"]
-  for tau, row in found["without_direction"].items():
-    same = f"{row['same_stop']:,} of {row['walks']:,}"
-    lines.append(f"  φ = ∞ at τ = {tau}: {same} walks end at the same tile")
-  for tau, rows in found["lengths"].items():
-    lines += ["", f"Share of the tiles visited, τ = {tau}", ""]
-    lines.append(f"  {'':12} {'query head':>10} {'group':>7}")
-    lines += [f"  {n:12} {x['query head']:10.1%} {x['group']:7.1%}" for n, x in rows.items()]
-  for tau, rows in found["heads"].items():
-    lines += ["", f"Share of the tiles visited by layer and KV head, τ = {tau}", ""]
-    for layer, shares in rows.items():
-      pairs = zip(shares["group"], shares["query head"], strict=True)
-      for i, ((group,), heads) in enumerate(pairs):
-        each = " ".join(f"{share:7.1%}" for share in heads)
-        lines.append(f"  layer {layer}, KV head {i}: {group:7.1%}, by query head {each}")
-  for prefix, whose in (("", "each query head"), ("group_", "query heads together")):
-    lines += _theory(found[f"{prefix}agreement"], found[f"{prefix}bounds"], whose)
-  return "\n".join(lines) + "\n"
+  """The tables as text: Tabs. 3 and 4, Figs. 6 and 7, Theorems 1 and 2.
+
+  The error is ‖o(T) − o(t)‖ / ‖o(T)‖, its mean that over all walks, the unstopped ones too; those
+  that can stop before their end are over p + 1 tiles in a split.
+  """
+  lines = [about, f"{found['walks']:,} walks, {found['order']}, tiles of {found['tile']} keys"]
+  return "\n".join([*lines, *sheets.tables(found)]) + "\n"
 
 
-def _theory(agreement: dict[str, Any], bounds: dict[str, Any], whose: str) -> list[str]:
-  """Text: how probe and oracle agree, and what the theorems say of the stops."""
-  lines = []
-  for tau, rows in agreement.items():
-    lines += ["", f"Probe of 32 dimensions and oracle of all (Tab. 4), τ = {tau}, {whose}", ""]
-    head = f"{'n':>7} {'agree':>8} {'FP':>7} {'FN':>7} {'ended':>7} {'agree':>8}  Δblk"
-    lines.append(f"  {'':12} {head}")
-    for name, row in rows.items():
-      mean, deviation = row["offset"]
-      apart = "" if math.isnan(mean) else f"{mean:.2f} ± {deviation:.2f}"
-      of_ended = "–" if math.isnan(row["agree_of_ended"]) else f"{row['agree_of_ended']:.2%}"
-      lines.append(
-        f"  {name:12} {row['walks']:7,} {row['agree']:8.2%} {row['early']:7.2%} "
-        f"{row['late']:7.2%} {row['ended']:7,} {of_ended:>8}  {apart}".rstrip()
-      )
-    lines += ["", "  ended: walks that one of the two ends, and how many of these they agree on"]
-  for tau, row in bounds.items():
-    lines += ["", f"Theorems 1 and 2 at the stops, τ = {tau}, {whose}", ""]
-    lines += [f"  {name.replace('_', ' '):34} {_short(value)}" for name, value in row.items()]
-  return lines
-
-
-def _share(cost: dict[str, float]) -> str:
-  found = cost["stopped_of_able"]
-  return "–" if math.isnan(found) else f"{found:.1%}"
-
-
-def _short(value: float | int) -> str:
-  return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+def steps_table(found: dict[str, Any], about: str) -> str:
+  """Tiles that groups read step after step, as text."""
+  rows = {
+    rule: {f"fitted {name}": x for name, x in row["fitted"].items()}
+    | {name: x for name, x in row.items() if name != "fitted"}
+    for rule, row in found.items()
+  }
+  return "\n".join([about, *sheets.tables(rows)]) + "\n"
 
 
 def convergence(found: dict[str, Any]) -> Figure:

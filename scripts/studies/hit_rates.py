@@ -118,21 +118,13 @@ def activations(model: Transformer, ids: np.ndarray, layers: tuple[int, ...]) ->
 
 
 def table(report: dict[str, Any]) -> str:
-  """Text of the .txt."""
+  """Text of the .txt; "reuse" is the overlap of consecutive steps."""
   lines = [f"{name:18} {value}" for name, value in report.items() if name != "bases"]
-  for name, settings in report["bases"].items():
-    overlap = settings["last step's"]["reuse"]
-    lines += ["", f"{name}: overlap of consecutive steps {overlap:.3f}"]
-    head = ("predicted by", "hits", "weighted", "with forced", "missed", "wasted")
-    lines.append("  {:14} {:>8} {:>9} {:>12} {:>7} {:>7}".format(*head))
-    for setting, x in settings.items():
-      numbers = (x[n] for n in ("hit_rate", "weighted_hit_rate", "hit_rate_forced"))
-      counts = (x[n] for n in ("missed", "wasted"))
-      lines.append(
-        "  {:14} {:8.3f} {:9.3f} {:12.3f} ".format(setting, *numbers)
-        + "{:7.2f} {:7.2f}".format(*counts)
-      )
-  return "\n".join(lines) + "\n"
+  means = {
+    base: {setting: {name: x[name] for name in NAMES} for setting, x in settings.items()}
+    for base, settings in report["bases"].items()
+  }
+  return "\n".join([*lines, *sheets.tables(means)]) + "\n"
 
 
 def main(args: Args) -> None:

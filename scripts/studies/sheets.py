@@ -1,13 +1,15 @@
 """Parts of all studies: the model's name, texts, and files of an earlier run."""
 
 import json
+import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.programs import bench
+from kvjax.programs import bench, console
 from kvjax.programs.common import write as write
 from kvjax.programs.evals import haystack
 
@@ -26,6 +28,27 @@ def about(checkpoint: pathlib.Path | None) -> dict[str, str]:
 def words(start: str, count: int) -> str:
   """A text of so many tokens and more, from this speech on: a word is at least one."""
   return " ".join(haystack.words_from(start, count))
+
+
+def tables(found: dict[Any, Any], title: str = "") -> Iterator[str]:
+  """Tables of nested figures as text, one of the rows that stand together: {row: {column: …}}."""
+  rows = {name: x for name, x in found.items() if isinstance(x, dict)}
+  if any(isinstance(x, dict) for row in rows.values() for x in row.values()):
+    for name, row in rows.items():
+      yield from tables(row, f"{title}, {name}".removeprefix(", "))
+  elif rows:
+    columns = dict.fromkeys(name for row in rows.values() for name in row)
+    cells = [[str(name), *(_figure(row.get(x)) for x in columns)] for name, row in rows.items()]
+    yield f"\n{title}\n\n{console.table(('', *columns), cells)}"
+
+
+def _figure(x: Any) -> str:
+  """A figure, or several, as text; a dash for none."""
+  if isinstance(x, list | tuple):
+    return " ".join(map(_figure, x))
+  if x is None or math.isnan(x):
+    return "–"
+  return f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
 
 
 def held(path: pathlib.Path, about: dict[str, Any], part: str) -> Any:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 import kvjax
+from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.requests import Answer
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
 from kvjax.programs.evals import walks
-from kvjax.programs.evals.lane import Lane, Said
 from kvjax.programs.evals.plan import TURNS, Cell, Entry, Mode
 from kvjax.programs.evals.task import Row
 
@@ -40,7 +41,7 @@ class _Asked:
 
 
 class Answers:
-  """The answers of one method to rows of a cell.
+  """The answers of one method to rows of a cell, with a clock that stands still while others run.
 
   Args:
     runner: reads questions, and says which programs are new.
@@ -59,10 +60,14 @@ class Answers:
     method: kvjax.Method,
     capacity: int,
   ):
-    cold = bool(runner.cold("decode", method, cell.length, runner.batch))
+    self._cold = bool(runner.cold("decode", method, cell.length, runner.batch))
     self._runner, self._cell, self._mode, self._entry = runner, cell, mode, entry
-    self._lane = Lane(runner.model, runner.tokenizer, method, runner.batch, capacity, cold=cold)
-    self._questions = TURNS[mode]
+    sizes = {"rows": runner.batch, "capacity": capacity}
+    self._batch = Batcher(runner.model, method, **sizes, tokenizer=runner.tokenizer)
+    self._method, self._questions = method, TURNS[mode]
+    # By request: row, number of the question, and steps and seconds so far when it entered.
+    self._live: dict[int, tuple[_Asked, int, int, float]] = {}
+    self._steps, self._clock = 0, 0.0
 
   def enter(
     self, rows: dict[int, int], logits: jax.Array, caches: Caches, about: dict[str, Any]
@@ -86,11 +91,47 @@ class Answers:
           held = offload.rows_of(caches, np.arange(logits.shape[0]))
         mine, held = self._ask(asked, turn, logits.shape[0], held)
       for place, one in asked:
-        yield from self._scored(self._put(one, turn, mine, held, place))
+        yield from self._put(one, turn, mine, held, place)
 
   def finish(self) -> Iterator[dict[str, Any]]:
     """Results of all that are in the batch."""
-    return self._scored(self._lane.drain())
+    while self._live:
+      yield from self._step()
+
+  def _step(self) -> Iterator[dict[str, Any]]:
+    """Results of rows whose last answer ends with a step of the batch."""
+    self._steps += self._timed(self._batch.step)
+    answers = self._batch.ready()
+    if answers:  # what comes next is not of these steps
+      self._timed(self._batch.wait)
+    for one, turn, answer in [self._ended(answer) for answer in answers]:
+      one.scores[turn] = self._score(self._row(one.index, turn), answer)
+      if len(one.scores) == self._questions:
+        yield self._result(one)
+      elif answer.caches is not None:
+        prompts = self._cell.prompts
+        text = prompts[one.index].second_after(answer.tokens.tolist())
+        longest = max(len(prompt.second) for prompt in prompts)
+        read = self._read([text], longest, answer.caches, [one.timing])
+        yield from self._put(one, 1, *read, 0)
+
+  def _timed(self, run: Callable[[], Any]) -> Any:
+    began = time.perf_counter()
+    made = run()
+    self._clock += time.perf_counter() - began
+    return made
+
+  def _ended(self, answer: Answer) -> tuple[_Asked, int, Answer]:
+    """The row of an answer and the number of its question; notes how long it took."""
+    one, turn, steps, clock = self._live.pop(answer.request)
+    if answer.error is not None:
+      raise answer.error
+    seconds, stage = self._clock - clock, "decode" if turn == self._questions - 1 else "first"
+    one.timing[stage] = seconds
+    if stage == "decode":
+      one.timing |= {"steps": self._steps - steps, "rows": self._runner.batch}
+    one.timing["cold"] += [stage] if self._cold and steps == 0 else []
+    return one, turn, answer
 
   def _ask(
     self, asked: Sequence[tuple[int, _Asked]], turn: int, size: int, caches: Caches
@@ -107,7 +148,7 @@ class Answers:
     self, texts: list[list[int]], longest: int, caches: Caches, timings: Sequence[dict[str, Any]]
   ) -> tuple[jax.Array, Caches]:
     logits, caches, seconds, cold = self._runner.ask(
-      self._cell.length, self._lane.method, texts, longest, caches
+      self._cell.length, self._method, texts, longest, caches
     )
     for timing in timings:
       timing["question"] = seconds
@@ -116,9 +157,12 @@ class Answers:
 
   def _put(
     self, one: _Asked, turn: int, logits: jax.Array, caches: Caches, place: int
-  ) -> Iterator[Said]:
-    """Lets a row answer a question that it has read, at its place in the reading."""
-    visited = walks.visited(self._runner.model, self._lane.method, caches, logits)
+  ) -> Iterator[dict[str, Any]]:
+    """Lets a row answer a question that it has read, at its place in the reading, once one is free.
+
+    Results that come until then.
+    """
+    visited = walks.visited(self._runner.model, self._method, caches, logits)
     if visited is not None:
       one.facts = one.facts | {"visited": round(float(visited[place]), 5)}
     limit = self._row(one.index, turn).max_new_tokens
@@ -126,10 +170,12 @@ class Answers:
       limit = min(limit, self._cell.length - len(self._cell.prompts[one.index].ids))
     one.facts = one.facts | {"answer_limit": limit}
     keep = self._mode == "second" and turn == 0
-    stops = self._cell.task.stop
-    return self._lane.put(
-      (one, turn), logits, caches, place, limit=limit, stop_strings=stops, keep=keep
-    )
+    while not self._batch.free:
+      yield from self._step()
+    self._timed(self._batch.wait)
+    ends = {"stop": self._runner.tokenizer.ends, "stop_strings": self._cell.task.stop}
+    number = self._batch.insert(logits, caches, place, limit=limit, keep=keep, **ends)
+    self._live[number] = one, turn, self._steps, self._clock
 
   def _row(self, index: int, turn: int) -> Row:
     row = self._cell.rows[index]
@@ -137,23 +183,6 @@ class Answers:
       return row
     assert row.second is not None
     return row.second
-
-  def _scored(self, said: Iterable[Said]) -> Iterator[dict[str, Any]]:
-    """Results of rows all whose answers are there."""
-    for each in said:
-      (one, turn), answer = each.about, each.answer
-      one.scores[turn] = self._score(self._row(one.index, turn), answer)
-      last = turn == self._questions - 1
-      one.timing |= each.seconds if last else {"first": each.seconds["decode"]}
-      one.timing["cold"] += ["decode" if last else "first"] if each.cold else []
-      if len(one.scores) == self._questions:
-        yield self._result(one)
-      elif answer.caches is not None:
-        prompts = self._cell.prompts
-        text = prompts[one.index].second_after(answer.tokens.tolist())
-        longest = max(len(prompt.second) for prompt in prompts)
-        read = self._read([text], longest, answer.caches, [one.timing])
-        yield from self._scored(self._put(one, 1, *read, 0))
 
   def _score(self, row: Row, answer: Answer) -> dict[str, Any]:
     """An answer and what it is worth."""

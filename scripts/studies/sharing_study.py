@@ -204,25 +204,6 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
   return {"mean": found.mean, "low": found.low, "high": found.high}
 
 
-def table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
-  """A line for each point: means, and in brackets their intervals."""
-
-  def cell(x: dict[str, float] | None, form: str) -> str:
-    if x is None:
-      return "–"
-    return f"{x['mean']:{form}} [{x['low']:{form}}, {x['high']:{form}}]"
-
-  forms = {"retrieved": ".3f", "visited": ".1f", "overlap": ".3f", "dropped": ".4f"}
-  ahead = {"overlap ahead": "+.3f", "dropped ahead": "+.4f"}
-  rows = [
-    [line, point, *(cell(x.get(name), form) for name, form in {**forms, **ahead}.items())]
-    for line, points in found.items()
-    for point, x in points.items()
-  ]
-  head = ("method", "setting", "ρ̂", "tokens a head", "overlap", "dropped")
-  return console.table((*head, "overlap, over HShare's", "dropped, over HShare's"), rows)
-
-
 def draw(found: dict[str, dict[str, dict[str, Any]]], title: str) -> Figure:
   """Overlap and dropped mass against ρ̂, a line for each method, bars for the intervals."""
   figure = Figure(figsize=(9, 4.8), layout="constrained")
@@ -294,8 +275,10 @@ def main(args: Args) -> None:
   sheets.write(path, report)
   said = (
     f"{n}; {args.length} tokens read of {', '.join(texts)}\n"
-    f"[95 % interval over texts, Student's]; CIS retrieves {cut}\n\n{table(found)}\n"
+    f"[95 % interval over texts, Student's]; CIS retrieves {cut}\n"
+    "ahead: over HShare's at as many retrievals\n"
   )
+  said += "\n".join(sheets.tables(found)) + "\n"
   sheets.write(args.out / "sharing.txt", said)
   title = f"{about['model']}, {len(texts)} texts, 95 % intervals over them"
   sheets.write(args.out / "sharing.png", draw(found, title))

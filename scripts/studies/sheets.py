@@ -33,7 +33,7 @@ def words(start: str, count: int) -> str:
 def tables(found: dict[Any, Any], title: str = "") -> Iterator[str]:
   """Tables of nested figures as text, one of the rows that stand together: {row: {column: …}}."""
   rows = {name: x for name, x in found.items() if isinstance(x, dict)}
-  if any(isinstance(x, dict) for row in rows.values() for x in row.values()):
+  if any(isinstance(x, dict) and "mean" not in x for row in rows.values() for x in row.values()):
     for name, row in rows.items():
       yield from tables(row, f"{title}, {name}".removeprefix(", "))
   elif rows:
@@ -43,7 +43,9 @@ def tables(found: dict[Any, Any], title: str = "") -> Iterator[str]:
 
 
 def _figure(x: Any) -> str:
-  """A figure, or several, as text; a dash for none."""
+  """A figure, several, or a mean with its interval, as text; a dash for none."""
+  if isinstance(x, dict):
+    return "{} [{}, {}]".format(*(_figure(x[name]) for name in ("mean", "low", "high")))
   if isinstance(x, list | tuple):
     return " ".join(map(_figure, x))
   if x is None or math.isnan(x):

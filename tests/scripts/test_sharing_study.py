@@ -117,8 +117,8 @@ def test_points_table_and_picture(tmp_path):
     kvjax.settings.example(kvjax.CIS, 64), block=8, tau=0.8, radius=0, agree="mean"
   )
   made = study.summary([found(0.1), found(0.2)])
-  text = study.table(made)
-  assert text.count("HShare  ") == 2 and "127.5 [127.5, 127.5]" in text
+  text = "\n".join(sheets.tables(made))
+  assert text.count("HShare\n") == 1 and "127.5 [127.5, 127.5]" in text
   assert study._visited(made["CIS"]) == "127.5"
   assert study._visited({"0": {"visited": {"mean": 2.0}}, "1": {"visited": {"mean": 1.0}}}) == (
     "1.0 to 2.0"

@@ -15,7 +15,9 @@ from kvjax.programs.evals.task import Count, Row, Task, fill, rng
 
 # ---- a key, or a string of digits, in noise
 
-_HIDDEN = {
+# What stands before the noise, the line hidden in it, the question, how its answer begins, and the
+# tokens of an answer.
+HIDDEN = {
   "passkey": (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize it. "
     "I will quiz you about the important information.\n\n",
@@ -38,7 +40,7 @@ _HIDDEN = {
 def hidden(count: Count, *, name: str, length: int, seed: int, index: int) -> Row:
   """Five digits (passkey), or ten with many repeated (number_string), told twice in the noise."""
   draw = rng(name, seed, index)
-  before, line, question, prefix, tokens = _HIDDEN[name]
+  before, line, question, prefix, tokens = HIDDEN[name]
   digits = [draw.choice("0123456789") for _ in range(5)]
   if name == "number_string":
     for _ in range(5):  # a digit drawn from those so far comes twice in a row

@@ -9,25 +9,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.programs.evals import local, overlap, scores
+from kvjax.programs.evals import infinitebench, local, overlap, scores
 from kvjax.programs.evals.task import Count, Row, Task, cut_middle
 
 _OPTIONS = "A. {OPTION_A}\nB. {OPTION_B}\nC. {OPTION_C}\nD. {OPTION_D}"
-_HIDDEN = "There is an important info hidden inside a lot of irrelevant text. Find it"
 # Task: prompt, tokens of an answer, scorer. Math.Calc's 30,000 are cut to what the length leaves.
 _TASKS: dict[str, tuple[str, int, Callable[[str, Row], float]]] = {
-  "passkey": (
-    f"{_HIDDEN} and memorize it. I will quiz you about the important information.\n\n{{context}}"
-    "\n\n{input}\n\nThe pass key is",
-    6,
-    scores.first_integer,
-  ),
-  "number_string": (
-    f"{_HIDDEN}. I will quiz you about the important information there.\n\n{{context}}\n\n{{input}}"
-    "\n\nThe sequence of digits is",
-    12,
-    scores.first_integer,
-  ),
+  **{
+    name: (f"{before}{{context}}\n\n{{input}}{prefix}", tokens, scores.first_integer)
+    for name, (before, _, _, prefix, tokens) in infinitebench.HIDDEN.items()
+  },
   "kv_retrieval": (
     "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}"
     "\n\n{input}",

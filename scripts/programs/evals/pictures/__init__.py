@@ -1,8 +1,7 @@
 """The pictures of a report, each from rows of results; None where the rows have nothing to show."""
 
-from kvjax.programs.evals.pictures.cost import score_by_cost
+from kvjax.programs.evals.pictures.cost import first_page, score_by_cost
 from kvjax.programs.evals.pictures.divergences import divergence
-from kvjax.programs.evals.pictures.first import first_page
 from kvjax.programs.evals.pictures.kept import score_by_bytes
 from kvjax.programs.evals.pictures.look import Styles
 from kvjax.programs.evals.pictures.needles import needle_maps

@@ -1,8 +1,9 @@
 """Files of `kvjax.programs.bench`, read by programs that run nothing."""
 
-import json
 import pathlib
 from typing import Any
+
+from kvjax.models.io import files
 
 SPREAD = 0.05  # of a median: what has wider quartiles is timed again, and not divided by
 
@@ -19,13 +20,8 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     FileNotFoundError: there is none.
     ValueError: it is something else.
   """
-  try:
-    held = json.loads(path.read_text("utf-8"))
-  except FileNotFoundError:
-    raise FileNotFoundError(f"{path}: found no such file, expected results of bench") from None
-  except json.JSONDecodeError as error:
-    raise ValueError(f"{path}: found no JSON ({error}), expected results of bench") from None
-  if not isinstance(held, dict) or "cases" not in held:
+  held = files.read_json(path, "results of bench")
+  if "cases" not in held:
     raise ValueError(f"{path}: found no cases, expected results of bench")
   return held
 

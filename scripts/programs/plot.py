@@ -14,7 +14,6 @@ import base64
 import dataclasses
 import html
 import io
-import json
 import pathlib
 import shlex
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ from typing import Annotated, Any
 import tyro
 from matplotlib.figure import Figure
 
-from kvjax.programs import common
+from kvjax.programs import bench_files, common
 from kvjax.programs.evals import costs, needle, pictures, store, walks
 from kvjax.programs.evals.standing import FULL, standings
 from kvjax.programs.evals.summary import LEFT, Summary, blocks, notes, summarise
@@ -85,10 +84,7 @@ class Results:
       if path.is_dir():
         self._add_run(path)
       elif path.suffix == ".json":
-        found = json.loads(path.read_text("utf-8"))
-        if not isinstance(found, dict) or "cases" not in found:
-          raise ValueError(f"{path}: found no cases, expected a file of kvjax bench")
-        self.benches.append(found)
+        self.benches.append(bench_files.read(path))
       elif not path.exists():
         raise FileNotFoundError(f"{path}: not found, expected results of evaluate or bench")
 

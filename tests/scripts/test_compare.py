@@ -123,7 +123,7 @@ def test_two_files(folders):
     (lambda old, new: (old, other(new, "bench_prr.json")), ValueError, "found no suite in both"),
     (lambda old, new: (old, other(new, "bench_select.json")), ValueError, "found no case and"),
     (lambda old, new: (old, text(new, "{}")), ValueError, "found no cases"),
-    (lambda old, new: (old, text(new, "run")), ValueError, "found no JSON"),
+    (lambda old, new: (old, text(new, "run")), ValueError, "not JSON"),
     (lambda old, new: (old, bare(new)), ValueError, r"c: found no repetitions .*of 'kvjax'"),
   ],
 )

@@ -178,7 +178,7 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path):
   with pytest.raises(FileNotFoundError, match="expected results of evaluate or bench"):
     plot.Results([tmp_path / "none"])
   (tmp_path / "x.json").write_text("[]")
-  with pytest.raises(ValueError, match=r"x\.json: found no cases"):
+  with pytest.raises(ValueError, match=r"x\.json: found a list, expected"):
     plot.Results([tmp_path / "x.json"])
 
 

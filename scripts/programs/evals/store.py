@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvjax.models.io import files
 from kvjax.models.nn.config import ModelConfig
 from kvjax.programs import common
 
@@ -199,10 +200,7 @@ def settings_of(folder: pathlib.Path) -> dict[str, Any]:
     FileNotFoundError: there are no results.
     ValueError: the file is damaged.
   """
-  path = folder / SETTINGS
-  if not path.is_file():
-    raise FileNotFoundError(f"{path}: not found, expected results of kvjax evaluate")
-  return _held(path, dict, "settings of results")
+  return files.read_json(folder / SETTINGS, "results of kvjax evaluate")
 
 
 def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -212,17 +210,12 @@ def traces(folder: pathlib.Path) -> list[dict[str, Any]]:
     ValueError: the file is damaged.
   """
   path = folder / TRACES
-  return _held(path, list, "traces of results") if path.is_file() else []
-
-
-def _held(path: pathlib.Path, kind: type, what: str) -> Any:
-  """The value in a JSON file; raises ValueError where it is damaged or of another kind."""
   try:
-    found = json.loads(path.read_bytes())
+    found = json.loads(path.read_bytes()) if path.is_file() else []
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path}: damaged ({error}), expected {what}") from error
-  if not isinstance(found, kind):
-    raise ValueError(f"{path}: found {type(found).__name__}, expected {what}")
+    raise ValueError(f"{path}: damaged ({error}), expected traces of results") from error
+  if not isinstance(found, list):
+    raise ValueError(f"{path}: found {type(found).__name__}, expected traces of results")
   return found
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import numpy as np
 import tyro
 
 from kvjax.models.io import files
@@ -309,20 +308,6 @@ def check_numbers(args: Any, **least: int) -> None:
 def usual_methods() -> tuple[str, ...]:
   """Methods compared unless some are named: baselines, and the systems of the five papers."""
   return _USUAL
-
-
-def right_padded(ids: list[int], *, multiple: int = 1, size: int | None = None) -> np.ndarray:
-  """One row of tokens int32 [1, T], padded to `size` or to a multiple: few sizes, few compilations.
-
-  Raises:
-    ValueError: there are no tokens, or more than `size`.
-  """
-  if not ids:
-    raise ValueError("prompt: found no tokens, expected at least 1")
-  size = -(-len(ids) // multiple) * multiple if size is None else size
-  if len(ids) > size:
-    raise ValueError(f"prompt: found {len(ids)} tokens, expected 1 to {size}")
-  return np.pad(np.asarray([ids], np.int32), ((0, 0), (0, size - len(ids))))
 
 
 def load_model(

@@ -24,7 +24,7 @@ import tyro
 import kvjax
 from kvjax.methods import labels
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console
@@ -158,8 +158,7 @@ def chat(
   with console.step(f"reading {len(ids)} tokens of chat") as step:
     with Clock() as clock:
       caches = method.init_caches(model.spec(1, capacity))
-      tokens = common.right_padded(ids, multiple=64)
-      logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+      logits, caches = prefill(model, *pad([ids]), caches, method)
       logits.block_until_ready()
     step.note(_parts(clock))
   streamer, text = console.Streamer(), ""
@@ -200,7 +199,7 @@ class Contest:
   def prompt(self) -> tuple[np.ndarray, np.ndarray]:
     """Tokens, padded to a size that does not depend on the text, and their number."""
     ids = Reader(self.tokenizer).row(self.row).ids
-    return common.right_padded(ids, size=self.length - ANSWER_TOKENS), np.array([len(ids)])
+    return pad([ids], multiple=self.length - ANSWER_TOKENS)
 
   def read(self, method: kvjax.Method, shared: tuple[str, ...] = ()) -> Reading:
     """Prefills the prompt under a method (or several at once: `SharedPrefill`)."""

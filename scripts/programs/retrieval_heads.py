@@ -42,7 +42,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.families.streamed import Streamed
 from kvjax.methods import labels
 from kvjax.methods.ltri import evidence
-from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.decode.generate import join, pad, prefill, split
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
@@ -218,8 +218,8 @@ def recall(model: Transformer, samples: Sequence[Sample], method: Asking) -> np.
   with console.bar(len(samples), "prompts", "prompt") as bar:
     for sample in samples:
       caches = method.init_caches(model.spec(1, room))
-      tokens = common.right_padded(sample.ids, size=room)
-      _, caches = prefill(model, tokens, np.array([len(sample.ids)]), caches, method)
+      tokens, lengths = pad([sample.ids], multiple=room)
+      _, caches = prefill(model, tokens, lengths, caches, method)
       gone, wanted = int(caches[0].rows["gone"][0]), sample.blocks(method)
       if not wanted or wanted[-1] >= gone:
         raise ValueError(
@@ -279,8 +279,8 @@ def scores(model: Transformer, samples: Sequence[Sample]) -> np.ndarray:
       # The last token of the prompt, and then each of the answer, has to produce the next one.
       read, fed = sample.ids[:-1], [sample.ids[-1], *sample.answer[:-1]]
       caches = method.init_caches(model.spec(1, -(-room // 64) * 64))
-      tokens = common.right_padded(read, multiple=64)
-      _, caches = prefill(model, tokens, np.array([len(read)]), caches, method, past=0)
+      tokens, lengths = pad([read])
+      _, caches = prefill(model, tokens, lengths, caches, method, past=0)
       most = []
       for token in fed:
         caches, where = step(leaves, caches, jnp.array([token], jnp.int32))

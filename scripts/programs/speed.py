@@ -98,8 +98,7 @@ class Bench:
 
   def __init__(self, model: Transformer, prompts: Sequence[list[int]], length: int, impl: str):
     self.model, self.length, self.impl = model, length, impl
-    tokens, self.lengths = pad(prompts)
-    self.tokens = np.pad(tokens, ((0, 0), (0, length - tokens.shape[1])))
+    self.tokens, self.lengths = pad(prompts, multiple=length)
     self.graph, self.leaves = split(model)
 
   @property

@@ -13,7 +13,7 @@ from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.leaves import Layout
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
-from kvjax.models.decode.generate import prefill
+from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.decode.streams import PromptStream
 from kvjax.models.io.tokenizer import Tokenizer
@@ -105,9 +105,8 @@ def read(
     if size is None and method.traits.stream is None:
       if keep is not None:
         raise NotImplementedError(f"--keep: found {method!r}, which has to see a prompt at once")
-      tokens = common.right_padded(ids, multiple=64)
       assert caches is not None
-      logits, caches = prefill(model, tokens, np.array([len(ids)]), caches, method)
+      logits, caches = prefill(model, *pad([ids]), caches, method)
     else:
       how = {"chunk": size, "total": None if size is None else [len(ids)]}
       if keep is None:

@@ -26,7 +26,7 @@ import numpy as np
 
 import kvjax
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.generate import prefill
+from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
@@ -164,11 +164,11 @@ class Ours:
 
   def read(self, ids: list[int]) -> tuple[np.ndarray, dict[Cell, Any]]:
     """The last logits [1, V], and each cell's caches."""
-    tokens, found = common.right_padded(ids, size=self.length), {}
+    (tokens, lengths), found = pad([ids], multiple=self.length), {}
     for cells in self.passes:
       shared = kvjax.SharedPrefill(tuple(self.methods[cell] for cell in cells))
       caches = shared.init_caches(self.model.spec(1, self.length))
-      logits, caches = prefill(self.model, tokens, [len(ids)], caches, shared, past=0)
+      logits, caches = prefill(self.model, tokens, lengths, caches, shared, past=0)
       found |= {cell: take(caches, i) for i, cell in enumerate(cells)}
     return np.asarray(logits), found
 

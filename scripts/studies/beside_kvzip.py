@@ -27,6 +27,7 @@ import kvjax
 from kvjax.models.decode import reconstruct
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.caches import fork
+from kvjax.models.decode.generate import pad
 from kvjax.models.decode.reconstruct import Instructions
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
@@ -137,8 +138,8 @@ class Ours:
     self.ask, self.layered = Instructions.of(tokenizer), ByLayer(model)
 
   def read(self, ids: list[int]) -> tuple[list[jax.Array], Any]:
-    tokens = common.right_padded(ids, size=self.length)
-    _, caches, scores = reconstruct.scored(self.model, tokens, [len(ids)], self.ask)
+    tokens, lengths = pad([ids], multiple=self.length)
+    _, caches, scores = reconstruct.scored(self.model, tokens, lengths, self.ask)
     return scores, caches
 
   def cut(self, caches: Any, scores: list[jax.Array], how: str, count: int, size: int) -> Any:
@@ -152,8 +153,7 @@ class Ours:
     return method, reconstruct.cut(self.model.env, caches, scores, method, spec)
 
   def answer(self, method: kvjax.Method, caches: Any, prompt: Prompt, steps: int) -> str:
-    tail = jnp.asarray(common.right_padded(prompt.tail, size=64))
-    asked = jnp.asarray([len(prompt.tail)])
+    tail, asked = map(jnp.asarray, pad([prompt.tail]))
     logits, caches = self.layered.prefill(tail, asked, caches, method, past=None)
     ends = self.tokenizer.ends
     said, _ = both.greedy(self.layered, method, logits, caches, steps, ends)

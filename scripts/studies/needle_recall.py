@@ -34,7 +34,7 @@ from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed, injected
 from kvjax.methods import labels
 from kvjax.models.decode import by_layer
-from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.decode.generate import join, pad, prefill, split
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import offload
@@ -164,9 +164,7 @@ def answer(
   if streams and method.inject:
     forced = [(blocks + [-1] * method.inject)[: method.inject] for blocks in wanted]
     caches = injected(caches, jnp.array(forced))
-  size = room - STEPS
-  tokens = np.concatenate([common.right_padded(sample.ids, size=size) for sample in samples])
-  lengths = np.array([len(sample.ids) for sample in samples])
+  tokens, lengths = pad([sample.ids for sample in samples], multiple=room - STEPS)
   traits = method.traits
   # What forgets as it reads needs no whole prompt at once.
   chunk = CHUNK if traits.chunkable and not traits.positional else None

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.methods.ltri import spans, vectors
-from kvjax.models.decode.generate import prefill
+from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, retrieval_heads
 from kvjax.programs.evals import needle
@@ -82,8 +82,7 @@ def evidence(
     raise ValueError(f"--init: found a needle at token {start}, expected it after the first ones")
   read = [ids[0], *ids[1 + skipped : start - place + block - 1]]
   caches = method.init_caches(model.spec(1, len(read) + 1))
-  tokens = common.right_padded(read, multiple=256)
-  _, caches = prefill(model, tokens, np.array([len(read)]), caches, method)
+  _, caches = prefill(model, *pad([read], multiple=256), caches, method)
   maps = np.stack([np.asarray(cache.heads["map"][0]) for cache in caches])
   token = np.arange(block)
   said = (token >= place) & (token < place + stop - start)

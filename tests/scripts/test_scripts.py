@@ -291,11 +291,6 @@ def test_record_reports_what_attention_is_given(tiny, tmp_path):
   np.testing.assert_allclose(out, attention, atol=5e-3)
 
 
-def test_a_prompt_without_tokens():
-  with pytest.raises(ValueError, match="prompt: found no tokens, expected at least 1"):
-    common.right_padded([], multiple=64)
-
-
 def test_record_refuses_bad_input(tiny, tmp_path):
   model, tokenizer = tiny
   good = record.Args(tmp_path / "x.npz", layers=(0,), length=8)

@@ -382,5 +382,4 @@ def _bytes(caches: Caches, rows: int) -> dict[str, int]:
 def _padded(texts: Sequence[list[int]], rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:
   """Token ids [rows, size] and lengths; rows beyond the texts are empty."""
   idle: list[list[int]] = [[]] * (rows - len(texts))
-  tokens, lengths = pad([*texts, *idle], multiple=1)
-  return np.pad(tokens, ((0, 0), (0, size - tokens.shape[1]))), lengths
+  return pad([*texts, *idle], multiple=size)

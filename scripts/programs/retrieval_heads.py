@@ -25,14 +25,12 @@ format of published patterns, and a comment with the same record:
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import random
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
@@ -42,11 +40,11 @@ from kvjax.core.leaves import Leaf
 from kvjax.families.streamed import Streamed
 from kvjax.methods import labels
 from kvjax.methods.ltri import evidence
-from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
-from kvjax.programs.evals import fitted, haystack, needle
+from kvjax.programs.evals import fitted, haystack, needle, trace
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.streams import FITTING
 from kvjax.programs.evals.task import Row
@@ -264,14 +262,8 @@ def copied(most: np.ndarray, sample: Sample) -> np.ndarray:
 
 def scores(model: Transformer, samples: Sequence[Sample]) -> np.ndarray:
   """Copy score of every layer's query heads, float64 [L, N], mean over samples."""
-  method, (graph, leaves) = Looking(), split(model)
-
-  @functools.partial(jax.jit, donate_argnums=1)
-  def step(leaves: Any, caches: Any, token: Any) -> Any:
-    decoder = join(graph, leaves)
-    _, caches, reports = decoder.decode(token, caches, method, with_aux=True)
-    return caches, jnp.stack([report["most"][0].reshape(-1) for report in reports])
-
+  method = Looking()
+  step = trace.stepper(model, method)
   room = max(len(sample.ids) + len(sample.answer) for sample in samples)
   total = 0.0
   with console.bar(len(samples), "prompts", "prompt") as bar:
@@ -283,8 +275,8 @@ def scores(model: Transformer, samples: Sequence[Sample]) -> np.ndarray:
       _, caches = prefill(model, tokens, lengths, caches, method, past=0)
       most = []
       for token in fed:
-        caches, where = step(leaves, caches, jnp.array([token], jnp.int32))
-        most.append(np.asarray(where))
+        _, caches, reports = step(caches, jnp.array([token], jnp.int32))
+        most.append(np.stack([np.asarray(report["most"][0]).reshape(-1) for report in reports]))
       total = total + copied(np.stack(most), sample)
       bar.update(1)
   return np.asarray(total) / len(samples)

@@ -17,7 +17,6 @@ there), needles.txt, the tables; recall.png, recall by layer and step, right and
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -33,13 +32,11 @@ import kvjax
 from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed, injected
 from kvjax.methods import labels
-from kvjax.models.decode import by_layer
-from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
-from kvjax.ops import offload
 from kvjax.programs import common, console
-from kvjax.programs.evals import fitted, needle, scores
+from kvjax.programs.evals import fitted, needle, scores, trace
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import rng
 from kvjax.programs.retrieval_heads import LEAST, STEPS, Sample, Sizes, depths, ltri, streamed
@@ -124,11 +121,7 @@ def sample(tokenizer: Tokenizer, args: Args, index: int) -> Sample:
 
 def stepper(model: Transformer, method: kvjax.Method) -> Callable:
   """One greedy step: the likeliest token goes in; it, new logits, caches, and retrieved blocks."""
-  graph, leaves = split(model)
-  decode = functools.partial(_whole, graph, method, leaves)
-  if by_layer.decodes(model, method):
-    layered = by_layer.ByLayer(model)
-    decode = lambda caches, token: layered.decode(token, caches, method, with_aux=True)  # noqa: E731
+  decode = trace.stepper(model, method)
 
   def step(caches: Any, logits: Any) -> Any:
     token = jnp.argmax(logits, -1).astype(jnp.int32)
@@ -137,12 +130,6 @@ def stepper(model: Transformer, method: kvjax.Method) -> Callable:
     return token, logits, caches, jnp.stack(blocks) if blocks else None  # [L, B, R]
 
   return step
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _whole(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, token: Any) -> Any:
-  logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
-  return logits, offload.settled(caches), reports
 
 
 def share(found: np.ndarray, wanted: Sequence[int]) -> float:

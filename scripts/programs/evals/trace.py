@@ -1,7 +1,7 @@
 """Reports of methods while they decode: slots visited, hits, shares, by layer and step."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
+from kvjax.models.decode import by_layer
 from kvjax.models.decode.generate import join, pad, prefill, split
-from kvjax.models.nn.transformer import Transformer
+from kvjax.models.nn.transformer import Caches, Transformer
+from kvjax.ops import offload
 
 
 def trace(
@@ -31,11 +33,11 @@ def trace(
   tokens, lengths = pad([list(ids)], multiple=64)
   caches = model.init_caches(method, 1, tokens.shape[1] + steps)
   logits, caches = prefill(model, tokens, lengths, caches, method, past=0)
-  graph, leaves = split(model)
-  reports = []
+  step, reports = stepper(model, method), []
   for _ in range(steps):
-    logits, caches, report = _step(graph, method, leaves, caches, logits)
-    reports.append(jax.device_get(report))
+    logits, caches, report = step(caches, jnp.argmax(logits, -1).astype(jnp.int32))
+    means = [{name: x.mean() for name, x in flat(layer).items()} for layer in report]
+    reports.append(jax.device_get(means))
   names = sorted({name for report in reports for layer in report for name in layer})
   out = {
     name: np.array([[layer.get(name, np.nan) for layer in report] for report in reports], float)
@@ -46,17 +48,18 @@ def trace(
   return out
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _step(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, logits: jax.Array) -> Any:
-  token = jnp.argmax(logits, -1).astype(jnp.int32)
-  logits, caches, aux = join(graph, leaves).decode(token, caches, method, with_aux=True)
-  return (
-    logits,
-    caches,
-    [
-      {name: jnp.asarray(x, jnp.float32).mean() for name, x in flat(layer).items()} for layer in aux
-    ],
-  )
+def stepper(model: Transformer, method: kvjax.Method) -> Callable[[Caches, Any], Any]:
+  """A step that also reports: (caches, tokens [B]) to logits, caches and reports by layer."""
+  if by_layer.decodes(model, method):
+    layered = by_layer.ByLayer(model)
+    return lambda caches, token: layered.decode(token, caches, method, with_aux=True)
+  return functools.partial(_step, *split(model), method)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), donate_argnums=3)
+def _step(graph: Any, leaves: Any, method: kvjax.Method, caches: Caches, token: Any) -> Any:
+  logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
+  return logits, offload.settled(caches), reports
 
 
 def flat(report: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Bytes: keys and values of the tiles read; of each of the last ones the probe, 4�
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from kvjax.primitives.softmax_state import State
 
 MAX_TAIL = 62  # tiles that the detector looks at, and one before
 JOINED = 32  # partial states joined per step, at the probe's columns
+TOGETHER = 4  # of the pieces of a tail, that are loaded at once
 VALUES = 8192  # of the probes that a program looks at at once
 JUDGE_WARPS = 8
 
@@ -234,42 +236,59 @@ def _judge(
     total = carry.acc * old[:, None] + (acc * new[:, :, None]).sum(axis=0)
     return tiling.Carry(total, top, carry.l * old + (l * new).sum(axis=0))
 
-  def probe(column: Array, before: tiling.Carry, i: Array) -> Array:
-    """x [T, G, C] after the tail's tiles i [T]; 0 before the first tile."""
+  def probe(column: Array, before: tiling.Carry, tiles: Sequence[Array]) -> list[Array]:
+    """x [T, G, C] after each of some of the tail's tiles i [T]; 0 before the first tile."""
     own, inside = _own(column, head_dim, width), column < width
-    shape = i.size, lane.size
-    carry = (
+    mask = real[:, None] & inside[None, :]
+
+    def load(j: Array) -> tuple[Array, ...]:
+      at = first + jnp.minimum(j, last)
+      m = backend.load(m_ref, at, lane, mask=real, other=-jnp.inf)
+      l = backend.load(l_ref, at, lane, mask=real, other=0.0)
+      index = at, lane[:, None], own[None, :]
+      return backend.load(acc_ref, *index, mask=mask, other=0.0)[None], m[None], l[None]
+
+    def with_piece(carry: Any, i: Array, j: Array, new: tuple[Array, ...]) -> Any:
+      """For tiles of later pieces."""
+      (acc, m, l), later = new, (part_of(i) > j)[:, None]
+      return _merged(carry, (acc, jnp.where(later, m, -jnp.inf), jnp.where(later, l, 0.0)))
+
+    def add(n: Any, carries: Any) -> Any:
+      """With pieces that are loaded together: one by one, each would wait for its own."""
+      numbers = [begun + n * TOGETHER + k for k in range(TOGETHER)]
+      loaded = [load(j) for j in numbers]
+      for j, new in zip(numbers, loaded, strict=True):
+        carries = [with_piece(x, i, j, new) for x, i in zip(carries, tiles, strict=True)]
+      return carries
+
+    def after(carry: Any, i: Array) -> Array:
+      """With the tail's tile itself."""
+      ok = (i >= 0) & (i <= tail) & (here.first + i >= 0)
+      keep, at = ok[:, None] & real[None, :], jnp.where(ok, i, 0)[:, None]
+      m = backend.load(tail_ref.m, row, at, lane[None, :], mask=keep, other=-jnp.inf)
+      l = backend.load(tail_ref.l, row, at, lane[None, :], mask=keep, other=0.0)
+      index = row, at[:, :, None], lane[None, :, None], column[None, None, :]
+      acc = backend.load(
+        tail_ref.acc, *index, mask=keep[:, :, None] & inside[None, None, :], other=0.0
+      )
+      acc, _, l = _merged(carry, (acc, m, l))
+      return jnp.where(ok[:, None, None], acc / tiling.nonzero(l)[:, :, None], 0.0)
+
+    shape = tile.size, lane.size
+    start = (
       jnp.broadcast_to(before.acc[None], (*shape, column.size)),
       jnp.broadcast_to(before.m[None], shape),
       jnp.broadcast_to(before.l[None], shape),
     )
-
-    def add(j: Any, carry: Any) -> Any:
-      """With piece j, for tiles of later ones."""
-      at, later = first + j, (part_of(i) > j)[:, None]
-      m = backend.load(m_ref, at, lane, mask=real, other=-jnp.inf)
-      l = backend.load(l_ref, at, lane, mask=real, other=0.0)
-      index, mask = (at, lane[:, None], own[None, :]), real[:, None] & inside[None, :]
-      acc = backend.load(acc_ref, *index, mask=mask, other=0.0)
-      new = acc[None], jnp.where(later, m[None], -jnp.inf), jnp.where(later, l[None], 0.0)
-      return _merged(carry, new)
-
-    carry = lax.fori_loop(begun, last, add, carry)
-    ok = (i >= 0) & (i <= tail) & (here.first + i >= 0)
-    keep, at = ok[:, None] & real[None, :], jnp.where(ok, i, 0)[:, None]
-    m = backend.load(tail_ref.m, row, at, lane[None, :], mask=keep, other=-jnp.inf)
-    l = backend.load(tail_ref.l, row, at, lane[None, :], mask=keep, other=0.0)
-    index = row, at[:, :, None], lane[None, :, None], column[None, None, :]
-    mask = keep[:, :, None] & inside[None, None, :]
-    acc, _, l = _merged(carry, (backend.load(tail_ref.acc, *index, mask=mask, other=0.0), m, l))
-    return jnp.where(ok[:, None, None], acc / tiling.nonzero(l)[:, :, None], 0.0)
+    carries = lax.fori_loop(0, pl.cdiv(last - begun, TOGETHER), add, [start] * len(tiles))
+    return [after(carry, i) for carry, i in zip(carries, tiles, strict=True)]
 
   def squares(n: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
     """Sums of squares of the movement and of both probes, with columns n·size …"""
     column = n * size + jnp.arange(size)
     body = functools.partial(join, _own(column, head_dim, width), column < width)
     before = lax.fori_loop(0, pl.cdiv(begun, JOINED), body, tiling.start(lane.size, size))
-    new, old = (probe(column, before, i) for i in (tile, tile - 1))
+    new, old = probe(column, before, (tile, tile - 1))
     return tuple(x + (y * y).sum(axis=-1) for x, y in zip(sums, (new - old, new, old), strict=True))
 
   zero = jnp.zeros((tile.size, lane.size), jnp.float32)

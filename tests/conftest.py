@@ -1,6 +1,7 @@
 """What every test runs under: two host devices, float32 products, checked annotations."""
 
 import atexit
+import builtins
 import dataclasses
 import functools
 import gc
@@ -41,13 +42,15 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_REPO / ".cache" / "jax")
 # All of it, also after a test ran a program, which keeps what took longer unless it is told.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import beartype  # noqa: E402
 import jaxtyping  # noqa: E402
 
 # Every annotation of the library is checked at run time, from its first import on: by beartype, and
 # where there are shapes by jaxtyping, which costs several times as much. Checks are made when a
 # function is first called; what has no annotation, and what a call makes anew, has none.
-_shapes_checked = jaxtyping.jaxtyped
-_sizes = _shapes_checked("context")
+_sizes = jaxtyping.jaxtyped("context")
+# A field of another type is a TypeError, as where a method itself says so.
+_of_fields = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))
 
 
 def _has_shapes(hint: Any) -> bool:
@@ -55,14 +58,19 @@ def _has_shapes(hint: Any) -> bool:
   return "jaxtyping" in type(hint).__module__ or any(map(_has_shapes, parts))
 
 
+class _Names(dict):
+  """Names of a module; one that it imports for type checkers alone may be anything."""
+
+  def __missing__(self, name: str) -> Any:
+    return getattr(builtins, name, Any)
+
+
 def _checked(function: Callable, typechecker: Any) -> Callable:
-  """jaxtyping also lets pass what names a type of nobody's import."""
-  try:
-    hints = typing.get_type_hints(function, include_extras=True).values()
-  except NameError:
-    return _shapes_checked(function, typechecker=typechecker)
+  names = _Names(function.__globals__)
+  hints = typing.get_type_hints(function, localns=names, include_extras=True)
+  function.__annotations__ = hints
   checked = typechecker(function)
-  return _of_one_call(checked) if any(map(_has_shapes, hints)) else checked
+  return _of_one_call(checked) if any(map(_has_shapes, hints.values())) else checked
 
 
 def _of_one_call(checked: Callable) -> Callable:
@@ -84,8 +92,10 @@ def _annotated(made: Any = None, *, typechecker: Any) -> Any:
     return made.getter(_annotated(made.fget, typechecker=typechecker))
   if "<locals>" in made.__qualname__:
     return made
-  if not inspect.isfunction(made):
-    return _shapes_checked(made, typechecker=typechecker)
+  if inspect.isclass(made):  # what a dataclass is made of; what it inherits is checked already
+    if dataclasses.is_dataclass(made) and "__init__" in vars(made):
+      made.__init__ = _annotated(made.__init__, typechecker=_of_fields)
+    return made
   return _checked_when_called(made, typechecker) if made.__annotations__ else made
 
 

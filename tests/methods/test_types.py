@@ -71,12 +71,6 @@ def test_a_note_is_found_under_those_of_others():
   assert made.noted(Walked) is None
 
 
-def test_annotations_are_checked():
-  """Of fields; as conftest.py has it: the library by itself checks nothing."""
-  with pytest.raises(jaxtyping.TypeCheckError):
-    At(0, "reference", Full())
-
-
 @pytest.mark.parametrize(
   "call",
   [
@@ -87,6 +81,9 @@ def test_annotations_are_checked():
     lambda: Rope.none().turned("many"),  # of what a class method makes
   ],
 )
-def test_annotations_of_functions_are_checked(call):
+def test_annotations_are_checked(call):
+  """As conftest.py has it: the library by itself checks nothing."""
+  with pytest.raises(jaxtyping.TypeCheckError):
+    At(0, "reference", Full())  # of fields
   with pytest.raises(BeartypeCallHintParamViolation):
     call()

@@ -235,6 +235,7 @@ def test_what_is_no_cache():
 def test_donated_caches(tmp_path):
   logits, caches = start()
   _, newer = generate(model(), logits, caches, FULL, steps=2)
+  assert not logits.is_deleted()
   gone = (
     "caches: found arrays that an earlier call was given .* expected the caches that it returned"
   )

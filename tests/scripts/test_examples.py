@@ -7,16 +7,13 @@ import re
 import runpy
 import sys
 
-import jax
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.models.io import convert
 from kvjax.programs import common, generate
 from scripts import examples
 from scripts.examples import tiny
-from tests import readme
 
 FOLDER = pathlib.Path(examples.__file__).parent
 PRINTED = {
@@ -103,16 +100,3 @@ def test_generate_streams_its_text(monkeypatch, capsys):
   assert capsys.readouterr().out == whole.out[: whole.out.index(mark)] + "\n"
   with pytest.raises(ValueError, match="--method: found 'none', expected one of: full"):
     generate.main(dataclasses.replace(args, method="none"))
-
-
-@pytest.mark.slow
-def test_readme_snippets_run_in_order(monkeypatch, tmp_path, capsys):
-  monkeypatch.chdir(tmp_path)
-  for name in ("default_checkpoint", "load"):  # which the program replaces
-    monkeypatch.setattr(convert, name, getattr(convert, name))
-  for name in ("prefill", "decode"):  # alone, every operation would be a program
-    monkeypatch.setattr(kvjax, name, jax.jit(getattr(kvjax, name)))
-  exec(
-    compile(readme.program(tmp_path, "from scripts.examples import tiny"), "README.md", "exec"), {}
-  )
-  assert capsys.readouterr().out

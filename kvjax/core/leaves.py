@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 New = dict[str, Array]
@@ -84,7 +85,9 @@ class Leaf:
     abstract = traced() if abstract is None else abstract
     if math.prod(shape) * jnp.dtype(self.dtype).itemsize <= _SMALL and not abstract:
       return jax.device_put(np.full(shape, self.fill, self.dtype), may_alias=False)
-    return jnp.full(shape, jnp.asarray(self.fill), self.dtype)
+    fill = np.asarray(self.fill, self.dtype)
+    apart = len(shape) - fill.ndim
+    return lax.broadcast(np.broadcast_to(fill, shape[apart:]), shape[:apart])
 
   def of_new(self, new: New, like: Array) -> Array:
     """Values of new tokens, with the dtype and the trailing axes of `like`."""

@@ -102,6 +102,7 @@ OTHERS = (
   Shape(1, 8, 4, 4 << 10),
   Shape(1, 8, 4, 32 << 10),
   Shape(8, 8, 4, 4 << 10),
+  Shape(8, 2, 6, 32 << 10),
   Shape(16, 8, 4, 32 << 10, ragged=True),
   Shape(64, 8, 4, 32 << 10, ragged=True),
   Shape(32, 3, 3, 8 << 10, head_dim=64),

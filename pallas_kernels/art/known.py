@@ -4,8 +4,8 @@ A row has the first L tiles of its order, newest first or as a table lists them,
 that fill the device as those of dense decode do (`split_k`). Pieces with one of the last tiles
 leave their state after each of these, at the columns that the detector looks at. A second launch
 has a program for each row, which looks at these tiles as Algorithm 1 does. The third reads the rest
-of the rows where that has not stopped, cut into pieces that fill the device again: rows have not
-the programs of others that are done. The join is last.
+of the rows where that has not stopped, cut into pieces that fill the device again, however few
+these rows are. The join is last.
 
 Bytes: keys and values of the tiles read; of each of the last ones the probe, 4·G·32.
 """

@@ -114,6 +114,7 @@ TUNED = (
   Shape(1, 8, 4, 4 << 10),
   Shape(1, 8, 4, 32 << 10),
   Shape(8, 8, 4, 4 << 10),
+  Shape(8, 2, 6, 32 << 10),
   Shape(32, 3, 3, 8 << 10, head_dim=64),
   Shape(1, 3, 3, 8 << 10, head_dim=64),
   Shape(8, 8, 4, 16 << 10, head_dim=256),

@@ -133,7 +133,9 @@ def choose(
 
 STREAMED = 64 << 10  # bytes of keys and values in a stage of `streaming`; half where they are few
 FEW = 12  # such stages a multiprocessor
-LEVEL = 0.96  # of the multiprocessors that a wave of programs keeps busy
+LEVEL = 0.95  # of the multiprocessors that a wave of programs keeps busy
+SHORT = 1 << 20  # bytes of a row; where there are MANY such rows a multiprocessor, none is cut
+MANY = 3
 
 
 def streaming(
@@ -144,14 +146,17 @@ def streaming(
   As many times the multiprocessors as leave few of them idle in the last wave: rows of one length
   get equal numbers of pieces, `split_k.piece`. A program has at least two tiles, if there are so
   many; its products fit the registers of four warps. Where keys are few and each has one query,
-  two programs share a multiprocessor at least: one alone waits for its tiles.
+  two programs share a multiprocessor at least: one alone waits for its tiles. Many short rows are
+  a program each, whatever their lengths: to find a piece among them takes longer than a long one.
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize
   few = rows * slots * per_slot < FEW * STREAMED * here.cores
   stage = STREAMED // 2 if few or itemsize == 4 else STREAMED  # float32 fills the registers
-  fitting = (2 << 10) // max(16, 1 << _log2(groups))
+  fitting = (2 << (10 if columns > 64 else 11)) // max(16, 1 << _log2(groups))
   tile = max(16, min(stage // per_slot, fitting))
+  if slots * per_slot <= SHORT and rows >= MANY * here.cores:
+    return Config(tile=tile, programs=1, warps=4, stages=3)
 
   def busy(times: int) -> float:
     pieces = rows * max(1, times * here.cores // rows)

@@ -53,12 +53,13 @@ def case(name: str, shape: Shape, quick: bool) -> Case:
   inputs, calls = rotated(shape, quick)
   here, itemsize = devices.this_device(), jnp.dtype(shape.dtype).itemsize
   rows, ours = shape.batch * shape.kv_heads, ruled(shape, here)
+  loops = 8 if shape.kv_bytes() < 256 << 20 else 1  # milliseconds of work, at least
 
   def contender(cut: Config) -> Contender:
     run = functools.partial(decode_attention, config=cut)
     label = "heuristic" if cut == ours else str(cut)
     output = (lambda s: s.o) if cut == ours else None  # the same kernel
-    return jax_contender(label, run, inputs, output=output, calls=min(calls, 16))
+    return jax_contender(label, run, inputs, output=output, calls=min(calls, 16), loops=loops)
 
   cuts = {ours: None} | dict.fromkeys(sweep(shape, here.cores, itemsize, quick))
   contenders = together(functools.partial(contender, cut) for cut in cuts)
@@ -105,5 +106,5 @@ def sweep(shape: Shape, cores: int, itemsize: int, quick: bool) -> Iterator[Conf
     STAGES[:1] if quick else STAGES, (0, *TIMES)
   ):
     tile = (kib << 10) // per_slot
-    if tile >= 16 and (times or 2 * shape.batch * shape.kv_heads >= cores):
+    if tile >= 16 and (times or 4 * shape.batch * shape.kv_heads >= cores):
       yield Config(tile, times * cores or 1, warps, stages)

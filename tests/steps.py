@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,7 @@ CASES = {name: settings.example(cls, 256) for name, cls in METHODS.items()} | {
   "streaming_llm, original": StreamingLLM(256, rope="original"),
   "art, certified": ART(certify=0.01),
   "art, known lengths": ART(margin=8),
+  "art, in a prompt's order": ART(margin=8, by_mass=math.inf, sinks=4, relative=True),
   "prr over infllm_v2": PRR(settings.example(InfLLMv2, 256), budget=1.25),
   "prr, strict": PRR(settings.example(Quest, 256), budget=1.25, strict=True),
   "cis per query head": CIS(k=64, per="query_head"),

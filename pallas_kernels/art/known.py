@@ -11,7 +11,7 @@ Bytes: keys and values of the tiles read; of each of the last ones the probe, 4Â
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +34,11 @@ JOINED = 32  # partial states joined per step, at the probe's columns
 TOGETHER = 4  # of the pieces of a tail, that are loaded at once
 VALUES = 8192  # of the probes that a program looks at at once
 JUDGE_WARPS = 8
+
+
+# Tiles read, those that were read at once, and those after which the detector stopped, 0 where it
+# did not -> the next length.
+Following = Callable[[Array, Array, Array], Array]
 
 
 class Tail(NamedTuple):
@@ -65,6 +70,7 @@ def length_of(
     at = row // (rows // sources.start.shape[0])
     bounds = (backend.load(x, at, mask=mask, other=0) for x in (sources.start, sources.stop))
     start, stop = bounds
+    start = start if sources.moved is None else 0 * start  # every tile has a place
     tiles = ordering.newest_first(start, jnp.minimum(stop, slots), sizes).tiles
   else:
     tiles = ordering.tiles_listed(sources.table, row, sizes, mask)
@@ -133,21 +139,23 @@ def _judge_kernel(
   length_ref: Any,
   parts: tuple[Any, ...],
   tail_ref: Tail,
-  end_ref: Any,
   walked_ref: Any,
+  next_ref: Any,
   *,
   until: Stop,
+  following: Following,
   tail: int,
   sizes: ordering.Sizes,
 ) -> None:
-  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail` -> tiles after which the
-  detector stopped (0: it did not), and tiles to read, [R].
+  """`Sources`, lengths [R], partial states of `split_k.results`, `Tail` -> tiles to read, and the
+  next lengths, [R].
   """
   row = pl.program_id(0)
   here = length_of(sources, length_ref, row, None, sizes, tail)
   end = _judge(parts, tail_ref, row, here, sources.held.q.shape[2], until, tail)
-  end_ref[row] = jnp.where(end < NEVER, end, 0)
-  walked_ref[row] = jnp.where(end < NEVER, here.known, here.tiles)
+  walked = jnp.where(end < NEVER, here.known, here.tiles)
+  walked_ref[row] = walked
+  next_ref[row] = following(walked, here.known, jnp.where(end < NEVER, end, 0))
 
 
 def _rest_kernel(
@@ -327,6 +335,8 @@ def read(
   table: Int[Array, "B K W"] | None = None,
   count: Int[Array, "B K"] | None = None,
   unit: int = 1,
+  moved: Int[Array, "B K P"] | None = None,
+  following: Following,
   tail: int,
   tile: int = 128,
   tau: float | int = 1e-5,
@@ -349,12 +359,15 @@ def read(
     q, k, v, start, stop, table, count, unit, tile, tau, phi, patience, relative, full, kept, sinks,
       scale, soft_cap, cut, interpret: as in `art.walk`.
     length: int32, tiles to read at once; 0: all.
+    moved: of tiles from the first to the last, how far from its place the one is that a walk from
+      the last one down takes there, int32; of `kept` tiles, all but one are first. Without a table.
+    following: tiles read, those that were read at once, and those at which the detector stopped, 0
+      where it did not -> the next length, int32 each; of scalars.
     tail: the last tiles of these, up to 62, at which the detector looks; any where the patience is
       infinite.
 
   Returns:
-    The softmax state, float32; o in the dtype of q; tiles read; and tiles at which the detector
-    stopped, 0 where it did not.
+    The softmax state, float32; o in the dtype of q; tiles read; and the next lengths.
 
   Raises:
     TypeError, ValueError, NotImplementedError: as `art.walk`, or the detector looks at more tiles.
@@ -376,14 +389,16 @@ def read(
   listed = None
   if table is not None and count is not None:
     listed = ordering.Table(table.reshape(rows, -1), count.reshape(rows))
+  places = None if moved is None else moved.reshape(rows, -1)
   sources = reading.Sources(
-    stored.Sources.of(q, k, v), None, listed, start.reshape(-1), stop.reshape(-1)
+    stored.Sources.of(q, k, v), None, listed, start.reshape(-1), stop.reshape(-1), places
   )
   lengths = length.reshape(rows)
   rule = Detector(tau, phi, int(min(patience, NEVER)), full, relative)
   until = Stop(rule, False, kept)
+  first = max(kept, -(-sinks // tile)) if moved is None else kept - 1
   how: dict[str, Any] = {
-    "sizes": ordering.Sizes(unit, tile, cut.tile, max(kept, -(-sinks // tile))),
+    "sizes": ordering.Sizes(unit, tile, cut.tile, first),
     "sinks": sinks,
     "scale": tiling.Scale.of(head_dim, scale, soft_cap),
     "tail": tail,
@@ -409,8 +424,9 @@ def read(
   )
   (written,) = written
   row = of((rows,), jnp.int32)
-  end, walked = backend.call(
-    functools.partial(_judge_kernel, until=until, sizes=how["sizes"], tail=tail),
+  judge = functools.partial(_judge_kernel, until=until, following=following)
+  walked, lengths_next = backend.call(
+    functools.partial(judge, sizes=how["sizes"], tail=tail),
     *(sources, lengths, tuple(written[4:]), left),
     grid=(rows,),
     out=[row, row],
@@ -432,5 +448,5 @@ def read(
     interpret=interpret,
   )
   done = split_k.join(written, split=True, interpret=interpret, late=split_k.Late(*late))
-  walked, end = (x.reshape(batch, heads) for x in (walked, end))
-  return *split_k.finished(done, q.shape[:2]), walked, end
+  state, out = split_k.finished(done, q.shape[:2])
+  return state, out, *(x.reshape(batch, heads) for x in (walked, lengths_next))

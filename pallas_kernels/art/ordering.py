@@ -87,9 +87,16 @@ def listed(table: Table, row: Array, sizes: Sizes) -> Order:
 
 
 def newest_first(
-  start: Array, stop: Array, sizes: Sizes, newest: Callable[[], Array] | None = None
+  start: Array,
+  stop: Array,
+  sizes: Sizes,
+  newest: Callable[[], Array] | None = None,
+  moved: Callable[[Array], Array] | None = None,
 ) -> Order:
-  """First tiles, then from the last one down to that of `start`; from `newest()` on, and around."""
+  """First tiles, then from the last one down to that of `start`; from `newest()` on, and around.
+
+  `moved`: place of a tile in this order -> how far from there the tile is that stands in for it.
+  """
   _, tile, part, pinned = sizes
   last = (stop + tile - 1) // tile - 1
   oldest = jnp.maximum(start // tile, pinned)
@@ -101,7 +108,10 @@ def newest_first(
     down = begin - (t - pinned)
     if newest is not None:
       down = jnp.where(down < pinned, down + last - pinned + 1, down)
-    return jnp.where(t < pinned, t, down) * tile + lane, lane < tile
+    place = jnp.where(t < pinned, t, down)
+    if moved is not None:
+      place += moved(place)
+    return place * tile + lane, lane < tile
 
   return Order(tiles, slots, True)
 

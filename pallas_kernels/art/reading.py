@@ -12,13 +12,16 @@ from kvjax.kernels.decode import stored
 
 
 class Sources(NamedTuple):
-  """Refs: `stored.Sources`, `Ring` or None, `Table` or None, start, stop [R] or [B]."""
+  """Refs: `stored.Sources`, `Ring` or None, `Table` or None, start, stop [R] or [B], and how far
+  the tile in each place of a walk from the last one down is from there, [R, P], or None.
+  """
 
   held: stored.Sources
   ring: ordering.Ring | None
   table: ordering.Table | None
   start: Any
   stop: Any
+  moved: Any | None = None
 
 
 class Reading(NamedTuple):
@@ -42,7 +45,7 @@ def reading(
   scale: stored.Scale,
 ) -> Reading:
   """The tiles of one row (batch row and KV head) of the `sources`."""
-  arrays, ring, table, start_ref, stop_ref = sources
+  arrays, ring, table, start_ref, stop_ref, moved = sources
   rows, slots = arrays.k.shape[:2]
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   start, stop = start_ref[row // shared], jnp.minimum(stop_ref[row // shared], slots)
@@ -50,6 +53,8 @@ def reading(
     order = ordering.listed(table, row, sizes)
   elif ring is not None:
     order = ordering.around(ring, row, rows, slots, start, stop, sizes)
+  elif moved is not None:  # every tile has a place, those before `start` too
+    order = ordering.newest_first(0 * start, stop, sizes, moved=lambda place: moved[row, place])
   else:
     order = ordering.newest_first(start, stop, sizes)
   held: Any = stored.of_row(arrays, row, scale, evict="evict_first", whole=True)

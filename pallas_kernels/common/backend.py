@@ -81,7 +81,7 @@ def call(
 class _Kernel:
   """A kernel that equals another one if it does the same: a partial function by its parts."""
 
-  function: Callable[..., None]
+  function: Callable[..., Any]
   args: tuple[Any, ...] = ()
   options: frozenset = frozenset()
 
@@ -99,8 +99,8 @@ class _Kernel:
     hash(made)
     return made
 
-  def __call__(self, *refs: Any) -> None:
-    self.function(*self.args, *refs, **dict(self.options))
+  def __call__(self, *given: Any) -> Any:
+    return self.function(*self.args, *given, **dict(self.options))
 
 
 def _launch(

@@ -301,7 +301,8 @@ def known_case(name: str, shape: Shape, share: float, lengths: str, quick: bool)
   inputs = [(q, k, v, start, stop, known_lengths) for q, k, v, start, stop in arrays]
   nearer = [(q, k, v, first, stop) for q, k, v, _, stop in arrays]
   limit = 9.0 if share < 1 else 0.0
-  run = functools.partial(known.read, tail=TAIL, tile=tile, tau=limit, phi=limit, patience=5)
+  how = {"tau": limit, "phi": limit, "patience": 5, "following": lambda walked, *_: walked}
+  run = functools.partial(known.read, tail=TAIL, tile=tile, **how)
   listed = jnp.asarray(shuffled(length, tiles)), jnp.full(rows, tiles, jnp.int32)
   read = int((shape.slots - np.asarray(first)).sum())
   each = 2 * shape.head_dim * jnp.dtype(shape.dtype).itemsize

@@ -32,6 +32,7 @@ from kvjax.kernels.selection.hshare import listed as hshare_listed
 from kvjax.kernels.selection.key_weights import key_weights
 from kvjax.kernels.selection.page_bounds import page_bounds
 from kvjax.methods import depth
+from kvjax.methods.art.known import following
 from kvjax.runtime.forked import QUERIES
 from kvjax.testing.decode_cases import Shape, by_name
 
@@ -182,14 +183,18 @@ def art_calls(kind: str) -> Calls:
   yield "certified", by_name(walk, "unread", **how), certified
   ring = by_name(walk, "ring", "seen", sinks=4, splits=4)
   yield "ring", ring, [*operands, None, None, *where, ints(1, 8, 2), ints(1)]
+  at_once = functools.partial(known.read, following=functools.partial(following, margin=16))
   for batch, groups, dtype, options in (
     (8, 4, "bfloat16", {"sinks": 4, "kept": 1, "relative": True}),
     (1, 6, "bfloat16", {"full": True, "tail": 37}),
     (1, 1, "float32", {}),
   ):
     shape = Shape(batch, 8, groups, 32768, 128, dtype)
-    call = functools.partial(known.read, **{"patience": 5, "tail": 15, **options})
+    call = functools.partial(at_once, **{"patience": 5, "tail": 15, **options})
     yield f"known-G{groups}-{dtype}", call, [*shape.abstract(), ints(batch, 8)]
+  shape = Shape(8, 2, 6, 32768)
+  call = by_name(at_once, "moved", patience=5, tail=25, kept=2, relative=True)
+  yield "known-moved", call, [*shape.abstract(), ints(8, 2), ints(8, 2, 256)]
 
 
 def select_calls(kind: str) -> Calls:

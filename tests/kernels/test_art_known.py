@@ -1,5 +1,6 @@
 """The kernel of ART's known lengths against a loop in float64; on a GPU it is the compiled one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,7 @@ WHERE = {
   "the whole output, relative": (2, 2, 24, {"margin": 2, "probe": "full", "relative": True}),
   "tiles listed by heads": (2, 3, 64, {"patience": 3, "margin": 3, "tau": 0.4}),
   "entries of a fourth of a tile": (3, 2, 48, {"patience": 2, "margin": 2}),
+  "others in the places of tiles": (2, 3, 64, {"patience": 2, "margin": 2, "sinks": 30}),
 }
 
 
@@ -47,7 +49,18 @@ def tiles_listed(table, count, unit, b, h, tile, used):
   ]
 
 
-@pytest.mark.core(1)
+def drawn_places(name, tile, first, shape, slots, used):
+  """How far tiles are from the places that a walk takes them in, after the first ones."""
+  if not name.startswith("others"):
+    return None
+  rng, moved = np.random.default_rng(1), np.zeros((*shape, -(-slots // tile)), np.int32)
+  for b, h in np.ndindex(*shape):
+    own = np.arange(first, -(-used[b] // tile) - 1)
+    moved[b, h, own] = rng.permutation(own) - own
+  return moved
+
+
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", WHERE)
 def test_lengths_of_each_head_against_a_loop(name):
   """Lengths too short, too long and unknown; slots after the last one hold NaN."""
@@ -68,6 +81,11 @@ def test_lengths_of_each_head_against_a_loop(name):
   entries = drawn_tables(name, tile, length.shape, used)
   if entries is not None:
     how["unit"] = entries[2]
+  how["following"] = functools.partial(known.following, margin=method.margin)
+  moved = drawn_places(name, tile, how["kept"], length.shape, slots, used)
+  if moved is not None:
+    how["moved"], how["kept"] = jnp.asarray(moved), how["kept"] + 1  # and the newest one
+    method = dataclasses.replace(method, sinks=how["kept"] * tile)
   run = jax.jit(functools.partial(read, **how))
   poisoned = (jnp.asarray(np.where(held, x, np.nan)) for x in (k, v))
   operands = jnp.asarray(q), *poisoned, jnp.zeros_like(stop), jnp.asarray(stop), jnp.asarray(length)
@@ -75,23 +93,27 @@ def test_lengths_of_each_head_against_a_loop(name):
   found, again = (run(*operands, **listed) for _ in range(2))
   same_bits(found, again)
   state, rounded = found[:2]
-  walked, end = map(np.asarray, found[2:])
+  walked, following = map(np.asarray, found[2:])
   stopped = further = close = 0
   for b, h in np.ndindex(length.shape):
     tiles = [range(t, min(t + tile, used[b])) for t in range(0, used[b], tile)][::-1]
-    tiles = tiles[len(tiles) - how["kept"] :][::-1] + tiles[: len(tiles) - how["kept"]]
+    first = how["kept"] - (moved is not None)
+    if moved is not None:
+      tiles = [tiles[len(tiles) - 1 - t] for t in range(len(tiles))]  # from the first up
+      tiles = [tiles[t + moved[b, h, t]] for t in range(len(tiles))][::-1]
+    tiles = tiles[len(tiles) - first :][::-1] + tiles[: len(tiles) - first]
     if entries is not None:
       tiles = tiles_listed(*entries, b, h, tile, used[b])
     flat = [s for t in tiles for s in t]
     keys, values = (np.float64(x[b, h, flat]) for x in (k, v))
     sizes = [len(t) for t in tiles]
-    want, least, (_, after), near = known_walk(
+    want, least, (after, _), near = known_walk(
       np.float64(q[b, h]), keys, values, sizes, method, length[b, h]
     )
     if near < 1e-5:
       close += 1
       continue
-    assert (walked[b, h], end[b, h]) == (least, after)
+    assert (walked[b, h], following[b, h]) == (least, after)
     np.testing.assert_allclose(state.o[b, h], want, atol=2e-5)
     stopped += least < len(sizes)
     further += 0 < length[b, h] < least
@@ -103,4 +125,4 @@ def test_a_tail_has_its_limit():
   q, k, v = map(jnp.asarray, inputs(0, 1, 1, 1, 20, 16))
   where = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32)
   with pytest.raises(NotImplementedError, match="tail: found 63, expected up to 62"):
-    read(q, k, v, *where, tail=63, patience=5)
+    read(q, k, v, *where, tail=63, patience=5, following=known.following)

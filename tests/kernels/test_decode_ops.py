@@ -60,6 +60,7 @@ STEPS = {
   "art over streaming_llm": (0, 3),
   "art over snapkv": (0, 3),
   "art, known lengths": (0, 5),
+  "art, in a prompt's order": (0, 5),
   "art, certified": (3, 5),  # bounds in the order of the walk
   "quantised": (0, 3),
   "int8 over quest": (3, 5),  # Quest's newest page
@@ -111,10 +112,11 @@ FREE = ("reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "conve
 FREE += ("pjit", "jit")
 ALONE = ["full", "quest", "infllm_v2", "cis", "cpe", "prr", "prr, strict", "prr over infllm_v2"]
 ALONE += ["art", "snapkv", "pyramidkv", "streaming_llm, original", "longflow"]
-ALONE += ["quantised", "int8 over art"]
+ALONE += ["quantised", "int8 over art", "art, known lengths", "art, in a prompt's order"]
 ALONE += ["art over snapkv", "art over pyramidkv", "art over streaming_llm"]
-# What comes after the last one, in a fusion: victims of rows that do not count stay.
-LAST = {"longflow": {"and", "eq", "is_finite", "not", "reduce_and", "select_n"}}
+# What comes after the last one, in a fusion: victims, and lengths, of rows that do not count stay.
+STAY = {"and", "eq", "is_finite", "not", "reduce_and", "select_n"}
+LAST = dict.fromkeys(("longflow", "art, known lengths", "art, in a prompt's order"), STAY)
 
 
 @pytest.mark.parametrize("name", ALONE)

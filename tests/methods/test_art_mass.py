@@ -139,7 +139,7 @@ def test_a_short_prompt_has_no_order():
   """A prompt within the first tokens' tile: what follows is walked newest first."""
   method = ART(tile=TILE, by_mass=math.inf, sinks=2 * TILE, margin=1)
   layer = begun(method, Stream.random(1, tokens=40), [3, 14], capacity=40)
-  assert not np.asarray(layer.cache.heads["ranks"])[0].any()
+  assert not np.asarray(layer.cache.heads["moved"])[0].any()
   out, _ = layer.decode([3, 14])
   assert np.isfinite(out).all()
 
@@ -148,3 +148,15 @@ def test_kernels_have_no_mass_of_tiles():
   layer = begun(ART(by_mass=4), Stream.random(0, tokens=30), [9, 5], env=Env(4, impl="pallas"))
   with pytest.raises(NotImplementedError, match=r"art: ART asks for the mass of tiles \(by_mass\)"):
     layer.decode([9, 5])
+
+
+@pytest.mark.parametrize("by_mass", [4, math.inf])
+def test_rows_without_a_turn_keep_their_order(by_mass):
+  """A prompt of some rows leaves what the others' last one began."""
+  layer = begun(ART(tile=TILE, by_mass=by_mass), Stream.random(1, tokens=60), [31, 27], capacity=60)
+  name = "mass" if by_mass == 4 else "moved"
+  before = np.asarray(layer.cache.heads[name])
+  layer.prefill([8, 0], start=[31, 27], past=31)
+  after = np.asarray(layer.cache.heads[name])
+  np.testing.assert_array_equal(after[1], before[1])
+  assert before[1].any() and (after[0] != before[0]).any()

@@ -1,6 +1,7 @@
 """Algorithm 1 by a kernel, where there is one; its reference is `splits.joined`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -79,16 +80,17 @@ def known_walks(
     "tile": order.tile,
     "kept": order.kept,
   }
-  if not order.direct:
+  if order.moved is not None:
+    how["moved"] = order.moved
+  elif not order.direct:
     how |= {"table": order.plan.table, "count": order.plan.count, "unit": order.plan.unit}
   operands = q.astype(k.dtype), k, cache.slots["v"], span.start, span.stop, length
-  state, out, walked, end = run(*operands, **how, soft_cap=at.env.soft_cap)
+  how["following"] = functools.partial(known.following, margin=margin)
+  state, out, walked, following = run(*operands, **how, soft_cap=at.env.soft_cap)
   groups = jnp.broadcast_to(walked[:, :, None, None], (*walked.shape, 1, q.shape[2]))
   keys = read_by(order.plan, cache.size, groups, order.tile)[1]
   attended = Attended(state, None, None, keys, out.astype(q.dtype))
-  assert order.plan.count is not None
-  first = known.first_read(length, order.plan.count)
-  return known.reported(attended, walked, first, end, margin)
+  return known.reported(attended, walked, following)
 
 
 def _kernel(

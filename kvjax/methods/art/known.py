@@ -97,29 +97,30 @@ def read(
   tiles = jnp.arange(tiles_of(order.plan, cache.size, order.tile), dtype=jnp.int32)
   (state, _, end, keys), _ = jax.lax.scan(step, start, tiles)
   walked = jnp.where(end > 0, known, count)
-  return reported(Attended(state, None, None, keys), walked, known, end, margin)
+  found = following(walked, known, end, margin)
+  return reported(Attended(state, None, None, keys), walked, found)
 
 
-def reported(
-  attended: Attended,
-  walked: Int[Array, "B K"],
-  known: Int[Array, "B K"],
-  end: Int[Array, "B K"],
-  margin: int,
-) -> Attended:
-  """With notes: tiles read, and the next length.
+def following(walked: Array, known: Array, end: Array, margin: int) -> Array:
+  """L after a walk.
 
   Args:
-    attended: without them.
     walked, known: tiles read, in all and at once.
     end: those after which the detector stopped; 0: it did not.
     margin: m.
   """
-  groups = attended.state.m.shape[2:]
-  attended = attended.noting(Walked(jnp.broadcast_to(walked[..., None], walked.shape + groups)))
   stopped = jnp.maximum(end + margin, known - fall(margin))
   on = jnp.where(walked > known, lengthened(known, margin), 0)
-  return attended.noting(Found(jnp.where(end > 0, stopped, on)))
+  return jnp.where(end > 0, stopped, on)
+
+
+def reported(
+  attended: Attended, walked: Int[Array, "B K"], following: Int[Array, "B K"]
+) -> Attended:
+  """With notes: tiles read, and the next length."""
+  groups = attended.state.m.shape[2:]
+  tiles = jnp.broadcast_to(walked[..., None], walked.shape + groups)
+  return attended.noting(Walked(tiles)).noting(Found(following))
 
 
 def _over(x: Array, like: Array) -> Array:

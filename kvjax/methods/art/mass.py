@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Turn
@@ -55,47 +55,56 @@ def order(at: At, cache: Cache, plan: Plan, tile: int, sinks: int, every: int) -
 
 
 def begun(at: At, cache: Cache, turn: Turn, tile: int) -> Cache:
-  """With the mean mass that the last queries of a prompt give each tile."""
-  return cache.put(heads={"mass": _of_prompt(at, turn, tile, cache.heads["mass"].shape[2])})
+  """With the mean mass that the last queries of a prompt give each tile, in rows that have one."""
+  old = cache.heads["mass"]
+  mass, some = _of_prompt(at, turn, tile, old.shape[2])
+  return cache.put(heads={"mass": jnp.where(some, mass, old)})
 
 
-def ranks_leaf(spec: CacheSpec, tile: int) -> Leaf:
-  """Tiles of the last prompt in their order, 1 more than their index, int32 [B, K, P]; then 0."""
+def moved_leaf(spec: CacheSpec, tile: int) -> Leaf:
+  """How far the tile that is walked in the place of each is from there, int32 [B, K, P]."""
   return Leaf("heads", (-(-spec.capacity // tile),), jnp.int32, along_slots=True)
 
 
 def ranking(at: At, cache: Cache, turn: Turn, tile: int, sinks: int) -> Cache:
-  """With a prompt's tiles after those of first tokens: its last one, then by mass."""
-  mass = _of_prompt(at, turn, tile, cache.heads["ranks"].shape[2])
-  t, last = jnp.arange(mass.shape[2], dtype=jnp.int32), turn.staged["pos"].max(-1) // tile
-  rank = jnp.where(t == last[..., None], jnp.inf, mass)
-  rank = jnp.where((t >= -(-sinks // tile)) & (t <= last[..., None]), rank, -1.0)
-  index = jnp.argsort(-rank, -1, stable=True)
-  ranks = jnp.where(jnp.take_along_axis(rank, index, 2) >= 0, index + 1, 0)
-  return cache.put(heads={"ranks": ranks.astype(jnp.int32)})
+  """With a prompt's tiles after those of first tokens in their places: the last one stays, before
+  it comes that of the largest mass, and so on down. Rows without a prompt keep what they had.
+  """
+  old, pinned = cache.heads["moved"], -(-sinks // tile)
+  mass, some = _of_prompt(at, turn, tile, old.shape[2])
+  t, last = jnp.arange(old.shape[2], dtype=jnp.int32), turn.staged["pos"].max(-1) // tile
+  last = last[..., None]
+  rank = jnp.where(t == last, jnp.inf, mass)
+  rank = jnp.where((t >= pinned) & (t <= last), rank, -1.0)
+  best = jnp.argsort(-rank, -1, stable=True)  # a prompt's tiles, and then the others
+  here = jnp.take_along_axis(best, jnp.maximum(last - t, 0), 2)
+  moved = jnp.where((t >= pinned) & (t <= last), here - t, 0).astype(jnp.int32)
+  return cache.put(heads={"moved": jnp.where(some, moved, old)})
 
 
 def ranked(cache: Cache, plan: Plan, tile: int, sinks: int) -> Order:
   """Tiles of first tokens, those after the prompt from the newest down, and the prompt's."""
-  ranks, pinned = cache.heads["ranks"], -(-sinks // tile)
-  last = jnp.broadcast_to((plan.span.stop - 1) // tile, ranks.shape[:2])[..., None]
-  t, own = jnp.arange(ranks.shape[2], dtype=jnp.int32), (ranks > 0).sum(-1, keepdims=True)
-  after = jnp.maximum(last + 1 - own - pinned, 0)  # tiles that came after the prompt
-  place = t - pinned - after
-  prompts = jnp.take_along_axis(ranks, jnp.maximum(place, 0), 2) - 1
-  table = jnp.where(t < pinned, t, jnp.where(place < 0, last + pinned - t, prompts))
+  moved, pinned = cache.heads["moved"], -(-sinks // tile)
+  last = jnp.broadcast_to((plan.span.stop - 1) // tile, moved.shape[:2])[..., None]
+  t = jnp.arange(moved.shape[2], dtype=jnp.int32)
+  place = jnp.where(t < pinned, t, last + pinned - t)
+  table = place + jnp.take_along_axis(moved, jnp.maximum(place, 0), 2)
   where: dict[str, Any] = {"table": jnp.where(t <= last, table, -1), "count": last[..., 0] + 1}
-  return Order(dataclasses.replace(plan, **where, unit=tile, pinned=pinned + 1), tile)
+  plan = dataclasses.replace(plan, **where, unit=tile, pinned=pinned + 1)
+  return Order(plan, tile, moved=moved)
 
 
-def _of_prompt(at: At, turn: Turn, tile: int, tiles: int) -> Float[Array, "B K P"]:
-  """Mean mass that the last queries of a prompt give each tile."""
+def _of_prompt(
+  at: At, turn: Turn, tile: int, tiles: int
+) -> tuple[Float[Array, "B K P"], Bool[Array, "B 1 1"]]:
+  """Mean mass that the last queries of a prompt give each tile, and which rows have such."""
   last, at_last, state = attention.last_queries(turn, WINDOW)
   seen = at.top.window(at, at_last)
   mass = prefill.column_mass(at, last, at_last, turn.staged, seen, state)  # [B, K, S]
-  mass = mass / jnp.maximum((at_last >= 0).sum(-1), 1)[:, None, None]
+  count = (at_last >= 0).sum(-1)[:, None, None]
+  mass = mass / jnp.maximum(count, 1)
   zero = jnp.zeros((*mass.shape[:2], tiles), jnp.float32)
-  return _add(zero, turn.staged["pos"], tile, mass)
+  return _add(zero, turn.staged["pos"], tile, mass), count > 0
 
 
 def renewed(cache: Cache, found: Weights) -> Cache:

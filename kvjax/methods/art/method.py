@@ -180,7 +180,7 @@ class ART(Wrapper):
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     own = {} if self.certify is None else self._pages.summaries(spec)
     if self.by_mass is not None:
-      own = {"ranks": mass.ranks_leaf(spec, self.tile)}
+      own = {"moved": mass.moved_leaf(spec, self.tile)}
       own = {"mass": mass.leaf(spec, self.tile)} if self._weighs else own
     if self.margin is not None:
       own["walk"] = Leaf("heads", dtype=jnp.int32)  # tiles of the next one's first read; 0: all

@@ -27,6 +27,9 @@ class Order:
       can do without it.
     ring: int32 [B, K, 2], the slots that such an order goes round; None: it begins at the end of
       what is cached.
+    moved: int32 [B, K, P], of an order of whole tiles, first ones and then from the last one down,
+      how far from its place the tile is that is walked there; the newest is never skipped. None:
+      there is no such order.
     whole: bool [B], rows whose walks do not end, of an order by the mass of tiles, which is asked
       for then.
   """
@@ -37,6 +40,7 @@ class Order:
   direct: bool = False
   ring: Array | None = None
   whole: Array | None = None
+  moved: Array | None = None
 
   @property
   def kept(self) -> int:

@@ -113,6 +113,7 @@ def test_weights_and_caches_are_made_where_they_belong():
   assert memory.temp_size_in_bytes < 4 * part  # random bits, in several steps
 
 
+@pytest.mark.slow
 def test_caches_that_fit_once_are_had_in_turn(monkeypatch):
   """On one device, on two, on one again: each time from the state that all begin with."""
   mesh = kvjax.make_mesh(heads=2)

@@ -61,7 +61,7 @@ def one_of(names, *families):
 
 # Every method's layer is split over two devices in tests/laws.
 @pytest.mark.kin
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.rest
 @over((4, 1), (1, 1), (2, 1), (8, 1))
 @one_of(METHODS, "snapkv", "quest")
@@ -101,6 +101,7 @@ class InParts(kvjax.Full):
     return super().init_caches(spec)
 
 
+@pytest.mark.slow
 @over((4, 1), (2, 2))
 def test_a_batch_has_caches_in_parts_alone(mesh):
   """Of all rows, of prompts that are read and of an emptied row; answers are as on one device."""

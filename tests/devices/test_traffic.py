@@ -33,7 +33,7 @@ def visits(graph, method, leaves, caches, tokens):
 
 
 @pytest.mark.kin
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_attended_to_is_what_a_step_visits(name):
   """Exactly, in every layer; where data decide, no more than is said."""

@@ -59,6 +59,7 @@ def offsets(call, past):
   return {width for text in texts for width in re.findall(found, text)}
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("call", [slow_unless(call in FAST, call) for call in OVER_CODES])
 def test_offsets_have_64_bits_where_32_do_not_reach(call):
   assert offsets(call, past=1) == {"i64"}
@@ -195,6 +196,7 @@ def test_every_row_is_read_as_if_alone(operation, size):
     np.testing.assert_allclose(every[b], alone, atol=0.02 * np.abs(alone).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZED)
 def test_every_row_is_entered_as_if_alone(size):
   """The newest slot of each row gets its codes, and no other slot changes."""

@@ -55,7 +55,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.rest
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LAYERS)

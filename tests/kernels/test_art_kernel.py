@@ -32,7 +32,7 @@ TABLES = [
 
 
 @pytest.mark.rest(13)
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("unit", "how", "bits", "head_dim", "kwargs"), TABLES, ids=str)
 def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
   """Over ragged lists with holes, by tiles at once, and in parts, which straddle the table's
@@ -60,7 +60,7 @@ def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
 
 
 @pytest.mark.rest(6)
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("splits", "share"), [(1, 0), (4, 0), (1, 2), (1, 5)])
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
 def test_newest_first_needs_no_table(sinks, first, splits, share):

@@ -19,7 +19,7 @@ from tests.kernels.decode_oracle import same_bits
 
 
 @pytest.mark.rest
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [8, 1, 2])
 @pytest.mark.parametrize(
   "kwargs",

@@ -76,6 +76,7 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
   assert shared > 20
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("units, judged", [(1, 3), (3, 3), (1, 1)])
 def test_logits_of_those_that_look(units, judged):
   """The first step of a block shares with none: all keys are scored, as alone."""
@@ -88,6 +89,7 @@ def test_logits_of_those_that_look(units, judged):
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_of_equal_weights_the_first_tokens_gain_neighbours():
   """Three do: of the four that weigh one the first."""
   found = np.array([4, 9, 14, 19, 24, 30, -1])

@@ -76,7 +76,7 @@ SWEEP = pairwise(
 
 
 @pytest.mark.rest(12)
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "slots", "dtype", "sinks", "bits", "logits", "cap", "cut"),
   SWEEP,
@@ -104,7 +104,7 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
   same_bits(made, run(start, stop, q_sinks=own))
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("programs", [1, 2, 7, 23, 100])
 @pytest.mark.parametrize(("heads", "rows"), [(3, 1), (6, 2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,6 +155,7 @@ def test_sums_of_few_integers_are_refused():
     backend.dot(few, few)
 
 
+@pytest.mark.slow
 def test_ragged_rows_of_many_tiles_are_cut_finer():
   """One long row among short ones, and three pieces for each program; alike rows have one each."""
   case = drawn(np.random.default_rng(0), (6, 2), 3, 16 << 10, 64, "float32")

@@ -90,6 +90,7 @@ def test_many_rows_choose_and_read_in_one_launch(name):
   assert not set(counts) - {n for n in counts if n.startswith("launch")} - set(FREE)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("name", "spec"),
   [

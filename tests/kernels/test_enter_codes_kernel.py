@@ -120,6 +120,7 @@ def check(qkv, cache, mean, victim, bits, out, rope):
   return where
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("bits", "k", "v", "scales"),
   [
@@ -145,7 +146,7 @@ def test_worked_example(bits, k, v, scales):
 SHAPES = [(3, 3, 24), (1, 1, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.rest
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -173,7 +174,7 @@ def test_rings_name_their_victims(bits):
   assert len(check(qkv, cache, mean, victim, bits, out, Rope.none())) == 9
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -201,7 +202,7 @@ def test_what_is_not_finite_makes_the_scale_nan(bad, dtype, bits):
         np.testing.assert_array_equal(words[b, h, slot], held.words[b, h])
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "rope",
   [
@@ -270,6 +271,7 @@ def taken(method, impl, capacity=64, poisoned=None, steps=6):
   return outs, layer.cache
 
 
+@pytest.mark.core(1)
 @pytest.mark.core(2)  # a ring and a victim; what is appended is below
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("base", BASES)
@@ -298,6 +300,7 @@ def test_a_full_cache_drops_the_token():
   np.testing.assert_array_equal(cache.used, [24, 13])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_nan_is_loud(which):
   """In its row, from its step on; the other row's outputs are finite."""

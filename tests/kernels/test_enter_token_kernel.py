@@ -70,6 +70,7 @@ def test_worked_example():
   assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("heads", "rows"), [(6, 2), (3, 1)])
 def test_heads_that_share_slots(heads, rows):
   """Every head's token goes to the slot that it is told, of the row that it shares."""
@@ -99,7 +100,7 @@ def test_heads_that_share_slots(heads, rows):
     jax.jit(functools.partial(enter_token, rope=Rope()))(*arrays)
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("evicts", [True, False])
 @pytest.mark.parametrize(
   ("heads", "groups", "head_dim"), [(1, 1, 64), (3, 3, 64), (8, 4, 128), (3, 1, 96), (1, 16, 256)]

@@ -107,7 +107,7 @@ def read_operands(seed, heads, groups, slots, head_dim, dtype=np.float32):
   return q, *(jnp.where(held, x, jnp.nan) for x in (k, v)), norm, pos, used, seen
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize(
   ("heads", "groups", "slots", "head_dim"),

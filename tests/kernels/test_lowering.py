@@ -69,7 +69,7 @@ def _tier(call: str, seen: set[tuple[str, ...]]) -> Any:
 _SEEN: set[tuple[str, ...]] = set()
 
 
-@pytest.mark.core(7)
+@pytest.mark.core(3)
 @pytest.mark.parametrize("call", [_tier(call, _SEEN) for call in CALLS])
 def test_compiles_within_limits(call):
   capability = DEVICES[CALLS[call][0]]

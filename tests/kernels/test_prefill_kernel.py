@@ -38,7 +38,7 @@ def positions(seed, case, batch, queries, slots):
   return np.sort(rng.integers(0, slots, (batch, queries)), 1), pos
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.rest
 @pytest.mark.parametrize("window", ["none", "narrowing", "sliding", "turned"])
 @pytest.mark.parametrize("case", ["prompt", "chunk", "apart", "any order"])
@@ -150,6 +150,7 @@ def test_cudnn_against_oracle(heads, groups, head_dim, dtype, tokens):
   np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o))
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_goes_on_from_what_was_seen_before(dtype):
   """Slots below 32 elsewhere, those from 32 on here; the second row has seen nothing before, and

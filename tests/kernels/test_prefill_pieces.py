@@ -83,6 +83,7 @@ def test_against_oracle(name, hidden):
   np.testing.assert_array_equal(np.float32(out), np.float32(state.o.astype(out.dtype)))
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_the_plan_are_our_kernels():
   """A window that hides more of one row than the host was told."""
   qpos = np.broadcast_to(np.arange(64, dtype=np.int32), (2, 64))

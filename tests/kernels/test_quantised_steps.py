@@ -30,7 +30,7 @@ class Telling(Quantised):
 
 
 @pytest.mark.rest(4)
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", LISTING)
 def test_what_is_listed_is_attended_to_in_codes(name, bits):
@@ -120,6 +120,7 @@ def test_tables_over_codes_write_no_logits():
     taken(method, Stream.random(5), "pallas", layer=1, steps=1)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("codes", [{"bits": 2}, {"group": 8}])
 @pytest.mark.parametrize(
   ("base", "operation"),

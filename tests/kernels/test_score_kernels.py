@@ -145,7 +145,7 @@ def test_logits_alone():
   assert np.isneginf(got[..., 200:]).all()
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method",
   [

@@ -56,7 +56,7 @@ SWEEP = pairwise(
 
 
 @pytest.mark.rest(12)
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("groups", "heads", "head_dim", "dtype", "unit", "bits", "programs", "cap"),
   SWEEP,

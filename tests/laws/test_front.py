@@ -61,6 +61,7 @@ def answers(cache, arrays=None, told=(), **how):
   return outs, cache
 
 
+@pytest.mark.core(2)
 @pytest.mark.kin
 @pytest.mark.rest
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_it_gives_the_drivers_bits(name, impl):
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_rotated_keys_under_no_rope():
   """Keys that come rotated are as good as keys that are rotated here, by NumPy's rotation."""
   q, k, v = plain()
@@ -103,6 +105,7 @@ def test_rotated_keys_under_no_rope():
     np.testing.assert_allclose(got[1:], want[1:], **CLOSE)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   ("window", "sinks", "cap"),
@@ -215,6 +218,7 @@ def test_results_have_types():
     assert typing.get_type_hints(move)["return"] == pair | triple
 
 
+@pytest.mark.slow
 def test_a_carry_goes_from_layer_to_layer():
   """HShare's shared sets: as the drivers hand them on; without a carry it is refused."""
   method = settings.example(kvjax.HShare, 16)

@@ -22,11 +22,12 @@ ALONE = {"heads_sharded_over_two_devices", "nan_raises_when_asked", "dtypes_hold
 TWO = {"full", "infllm"}
 # What some of these do on all heads together is theirs: heads of other shards have a part in it.
 HEADS_TOGETHER = {"tova", "chunkkv", "hshare", "duo_attention"}
-# Every method's, of the same two programs: what KIN keep is in their own files, against an oracle.
+# Of the same two programs: what each method keeps is in its own file, against an oracle.
 OF_A_RUN = {
   *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
   "second_call_does_not_retrace",
 }
+FIRST = "neutral_setting_equals_full", "tight_setting_has_an_effect"
 # What takes long and is shown elsewhere too: by a method's own file, by a method alike.
 IN_THE_REST = {
   # Those whose kernels are another method's.
@@ -39,9 +40,7 @@ IN_THE_REST = {
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),
-  **dict.fromkeys(("neutral_setting_equals_full", *OF_A_RUN), KIN),
-  "tight_setting_has_an_effect": METHODS.keys() - FAMILIES,
-  **{law: METHODS.keys() - FAMILIES for law in BY_FAMILY},
+  **{law: METHODS.keys() - FAMILIES for law in (*FIRST, *OF_A_RUN, *BY_FAMILY)},
   **{law: METHODS.keys() - TWO for law in ALONE},
   "heads_sharded_over_two_devices": METHODS.keys() - TWO - HEADS_TOGETHER,
 }

@@ -37,6 +37,7 @@ def slow_unless(names):
   return [pytest.param(x, marks=[pytest.mark.slow] * (x not in names)) for x in METHODS]
 
 
+@pytest.mark.core(1)
 @pytest.mark.kin
 @pytest.mark.parametrize("name", slow_unless(NEUTRAL))
 def test_neutral_setting_equals_full(name):

@@ -108,7 +108,7 @@ def skewed(seed, **sizes):
   return stream
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", CASES.values(), ids=CASES)
 def test_prompt_then_long_decode(method):
   """Kept tokens, outputs over them, and which leaves, in every head and at every step."""
@@ -224,6 +224,7 @@ def test_pools_of_heads():
     assert [row[2 * i : 2 * i + 2] for row in found] == want
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs 2 devices")
 def test_pools_split_over_devices():
   case = Case(AdaKV, (("pools", 2),))

@@ -132,6 +132,7 @@ def test_no_violation_under_a_soft_cap(kind, impl):
   assert sum(found) > 500
 
 
+@pytest.mark.slow
 def test_the_bound_is_nearly_reached():
   """Where bounds say what is there and values are opposite, the error comes near to ε."""
   q, k, v, length = adversary("tight", 0)
@@ -201,6 +202,7 @@ def test_first_tokens_are_read_whatever_they_weigh():
   np.testing.assert_array_equal(aux["tiles"], 2)
 
 
+@pytest.mark.slow
 def test_where_a_walk_begins_decides_what_it_can_miss():
   """A dominant tile: missed from the end; found by score, by bounds, and among first tokens."""
   stream = Stream.random(5, batch=1, kv_heads=1, groups=2, tokens=48, head_dim=16)

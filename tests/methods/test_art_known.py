@@ -42,7 +42,7 @@ def first_lengths(layer, stream, at, method, order):
       assert near < 1e-5 or found[b, h] == wanted
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_known_lengths_against_a_loop(kwargs, impl):
@@ -81,6 +81,7 @@ def test_known_lengths_against_a_loop(kwargs, impl):
     assert not shorter
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("chunks", [[[40, 30]], [[16, 30], [24, 0]]], ids=str)
 def test_a_new_prompt_begins_with_its_last_query(chunks):
   """Lengths are of one answer: a turn begins with the walk of its own last query."""

@@ -23,7 +23,7 @@ def prompts_mass(stream, b, h, length, tiles):
   return mass
 
 
-@pytest.mark.core
+@pytest.mark.core(1)
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_tiles_by_mass_against_a_loop(stop, sinks):

@@ -76,6 +76,7 @@ def test_the_mean_decides_for_a_group(heads, all_agree, mean_agrees):
   assert turned("mean", heads) == [True, not mean_agrees]
 
 
+@pytest.mark.slow
 def test_the_mean_of_one_head_is_that_head():
   stream = wandering(1, tokens=50, groups=1)
   one, other = (

@@ -45,7 +45,7 @@ def test_each_of_the_three_has_an_effect():
     assert np.abs(other - out).max() > 0.05
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "change",
   [{}, {"per": "query_head", "tau": 0.3}, {"kv": "project", "radius": 2}, {"agree": "mean"}],

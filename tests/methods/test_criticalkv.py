@@ -99,6 +99,7 @@ def test_a_second_turn_weighs_what_is_held():
     assert found == [*past[[i for i in chosen if i < len(past)]], *range(n - 3, n)]
 
 
+@pytest.mark.slow
 def test_a_decoder_hands_each_layer_its_own_projection():
   """Alone, and beside the full cache in a shared pass, whose keys and values the oracle takes."""
   method = CriticalKV(ByKey(9, window_size=2), share=0.5)

@@ -45,6 +45,7 @@ def test_worked_example():
   assert layer.cache.heads["apart"]["k"].shape == (2, 1, 3, 16)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize("index", range(4))
 def test_prompt_then_long_decode(index):
   """Layers with both kinds, with streaming heads alone, with retrieval heads alone."""
@@ -78,6 +79,7 @@ def test_chunks_and_a_later_turn():
     np.testing.assert_allclose(out[b, h], want, atol=3e-6)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("mark", "other"), [(1, Full()), (0, StreamingLLM(7, 2, "original"))], ids=["full", "streaming"]
 )
@@ -128,6 +130,7 @@ def test_nan_in_one_kind_keeps_the_whole_cache():
     np.testing.assert_array_equal(old[0], np.asarray(new)[0])
 
 
+@pytest.mark.slow
 def test_devices_whose_heads_differ():
   """Heads 0 and 3 of four retrieve: the first of one device, the second of the other."""
   case = Case(DuoAttention, (("pattern", ((True, False, False, True),) * 4),))

@@ -134,7 +134,7 @@ def test_a_further_turn_is_a_prompt_of_its_own(kv):
   np.testing.assert_allclose(more, want, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv", "projected"), [("previous", 0), ("project", 2)])
 def test_frozen_tokens_cost_nothing(kv, projected):
   """Layers 3 and 4 of four: what a frozen token would cost really goes away."""

@@ -33,7 +33,7 @@ def oracle(stream, b, h, tokens, method):
   return (np.mean(weights, 0) + method.epsilon) * norms
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kwargs", [{}, {"epsilon": 0.02, "sinks": 1}, {"future": 7}], ids=str)
 def test_scores_and_kept_tokens(kwargs):
   """First tokens stay, and generated ones take the room of the window."""

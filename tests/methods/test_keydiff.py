@@ -33,6 +33,7 @@ def test_a_zero_key_is_like_nothing():
   assert 5 in np.asarray(layer.cache.pos)[0, 0]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("recent", [0, 4])
 def test_kept_sets_over_a_generation(recent):
   """The most like the others leaves, of those that are not among the newest."""

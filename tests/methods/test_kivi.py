@@ -116,7 +116,7 @@ def attended(stream, b, h, g, t, keys, values):
   return softmax_average(keys @ q / np.sqrt(len(q)), values)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("bits", [4, 2])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_steps_equal_the_oracle(bits, impl):
@@ -170,7 +170,7 @@ def test_further_turns_complete_blocks_that_waited():
     np.testing.assert_allclose(out[b, h, g], attended(stream, b, h, g, seen[b], *held), atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_stored_does_not_depend_on_how_tokens_came(dtype):
   """In one prompt, in two turns, or in steps: codes, rings and counts are the same, bit by bit."""
@@ -227,7 +227,7 @@ BENEATH = (
 )
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENEATH)
 def test_codes_are_the_same_over_what_keeps_every_token(name):
   """Over whatever keeps all tokens in order, a cache stores what it stores over the full cache."""

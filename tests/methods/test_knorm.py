@@ -20,6 +20,7 @@ def test_worked_example():
   assert sorted(np.asarray(layer.cache.pos)[0, 0]) == [1, 3]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("recent", [0, 4])
 def test_kept_sets_over_a_generation(recent):
   """Norms are those of keys as they came: positions turn them."""

@@ -69,7 +69,7 @@ def rounded(x, bits):
   return low + np.rint((x - low) / step) * step
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kept_tokens_enter_as_codes(bits):
   """The tokens that KVzip keeps, rounded by hand; the logits of a question are those of these."""
@@ -103,6 +103,7 @@ def test_kept_tokens_enter_as_codes(bits):
     np.testing.assert_array_equal(pos[:, :, :9], mine.pos[:, :, :9])
 
 
+@pytest.mark.core(1)
 def test_a_context_that_fits_is_the_full_cache():
   """The neutral setting: logits after a question and an answer are the full cache's."""
   method, question = KVzip(budget=60, room=20), TOKENS[:, 31:36]

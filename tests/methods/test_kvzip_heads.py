@@ -80,6 +80,7 @@ def test_where_the_next_token_goes():
   assert landing(at, cache, jnp.array([True])).tolist() == [[1, 7]]
 
 
+@pytest.mark.slow
 def test_heads_of_a_layer_compete():
   """The best K·9 of each layer; each head has three free slots after its own."""
   _, _, caches = by_layer()

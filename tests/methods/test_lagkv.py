@@ -52,7 +52,7 @@ def test_worked_example():
   assert layer.cache.pos[0, 0].tolist() == [0, 1, 3, 5, 6, 7]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kwargs", [{}, {"sinks": 0}, {"window_size": 3, "budget": 12}], ids=str)
 def test_prompt_and_long_decode(kwargs):
   method, stay = LagKV(**{"budget": 19, "window_size": 5, "sinks": 2, **kwargs}), {}

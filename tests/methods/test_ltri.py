@@ -189,6 +189,7 @@ def test_a_generation(name, impl, cap):
     assert not any(layer == 0 for layer, _ in retrieved)
 
 
+@pytest.mark.slow
 def test_how_similar_each_head_finds_a_chunks_blocks():
   """Of every layer, row and query head; a row without tokens keeps what it had."""
   m = Asking(**SMALL, **PIECES)
@@ -268,6 +269,7 @@ def test_persistent_decode_moves_nothing(persistent):
   assert all(same) == persistent
 
 
+@pytest.mark.slow
 def test_a_map_divided_in_every_step_changes_nothing(monkeypatch):
   """On a GPU a step divides its map whether or not it ends a block."""
   m, stream = Ltri(**SMALL, **PIECES), Stream.random(10, tokens=70, head_dim=8)

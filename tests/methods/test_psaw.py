@@ -77,6 +77,7 @@ def test_prompt_and_steps_of_one_layer():
   follow(layer, lengths, 20, lambda b, h, t: range(t + 1), attends=seen, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_whole_decoder():
   """Prompt and decoded tokens of both rows, layers 3 and 4 narrowed by different shares."""
 

@@ -112,7 +112,7 @@ def attended(stream, b, h, g, t, first, positions, bits, group=0):
   return softmax_average(keys @ q / np.sqrt(len(q)), values)
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   ("base", "bits"), [(H2O(12), 8), (Full(), 4), (Full(), 8), (TOVA(9), 4), (SnapKV(12, 4), 8)]
@@ -202,7 +202,7 @@ TOGETHER = {
 
 
 @pytest.mark.kin
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.rest
 @pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 0), (2, 8)])
 @pytest.mark.parametrize("name", [*METHODS, *TOGETHER])

@@ -119,6 +119,7 @@ def test_kept_sets_and_outputs_over_a_generation(method, cap):
   follow(layer, lengths, 260, kept, atol=2e-5, cap=cap)
 
 
+@pytest.mark.slow
 def test_turns_are_ranked_with_the_newest_queries():
   """A turn of two tokens after decoding: the window's other queries come from the cache."""
   method = RKV(12, buffer=5, window_size=4, pool=3)
@@ -148,6 +149,7 @@ def test_turns_are_ranked_with_the_newest_queries():
     at = [n + more for n, more in zip(at, turn, strict=True)]
 
 
+@pytest.mark.core(1)
 def test_a_full_row_that_is_idle_is_left_alone():
   layer = begun(RKV(10, buffer=4, window_size=2), repetitive(4, tokens=40), [10, 10])
   for step in range(4):

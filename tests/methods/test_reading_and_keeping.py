@@ -73,7 +73,7 @@ def pages_read(stream, before, after, b, h, t, count):
   return sorted(best[:others] + ([] if newest is None else [newest]))
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize(
   "base",
@@ -120,6 +120,7 @@ def test_bytes_are_those_of_what_is_kept():
   assert cache.heads["key_min"].shape == (1, 2, 64, 64)
 
 
+@pytest.mark.slow
 def test_a_second_turn_makes_all_bounds_anew():
   """A cut moves every slot: the bounds are those of what stands there now."""
   stream = Stream.random(7, tokens=70)

@@ -119,6 +119,7 @@ def test_of_channels_that_weigh_the_same_the_first_are_looked_at():
   assert np.flatnonzero(found == found.max()).tolist() == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_query_of_zeros_reads_the_first_slots():
   stream = Stream.random(3, tokens=20)
   stream.q[:, :, :, 14] = 0

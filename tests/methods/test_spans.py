@@ -46,7 +46,7 @@ def test_worked_example():
   assert (start.tolist(), stop.tolist()) == ([2, 0, 0], [5, 2, 0])
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("size", [1, 2, 7, 12])
 def test_scores_candidates_and_suppression(size):
   maps = random_maps(size, 6, size)

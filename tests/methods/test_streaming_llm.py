@@ -18,7 +18,7 @@ def positions(t, budget, sinks):
 PLACES = {"slot": lambda kept: list(range(len(kept))), "original": None}
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("rope", ["slot", "original"])
 @pytest.mark.parametrize(("sinks", "budget"), [(2, 9), (0, 5), (4, 24)])
 def test_prompt_then_long_decode(rope, sinks, budget):

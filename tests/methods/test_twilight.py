@@ -65,6 +65,7 @@ def test_a_generation(p, bits, cap):
   assert len(sizes) > 3  # heads of unlike needs
 
 
+@pytest.mark.slow
 def test_the_base_keeps_what_it_keeps_and_dense_layers_stay_dense():
   method = Twilight(Quest(8, 4, base=SnapKV(20, 3), dense_layers=2))
   stream = Stream.random(4, tokens=50)

@@ -49,6 +49,7 @@ def seen(method, h, t):
   return [p for p in every if not h % 2 or p < method.sinks or p > t - method.local]
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("local", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_prompt_and_a_generation(impl, local):

@@ -135,6 +135,7 @@ def test_a_thousand_requests_in_flat_memory(caplog):
     check_each(asked, answers, range(0, 500, 10), together)
 
 
+@pytest.mark.slow
 def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch):
   """A row of its own is all that the first one waits for; what it overtakes waits for it alone."""
   read, whole = [], batching.read_prompt
@@ -283,6 +284,7 @@ def test_bad_requests_are_refused(given, error, message, untyped):
   assert list(mine) == []
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("together", "order"),
   [
@@ -311,6 +313,7 @@ def test_prompts_in_pieces(monkeypatch, together, order):
   assert done[:10] == order
 
 
+@pytest.mark.slow
 def test_prompts_that_were_read_elsewhere():
   """They wait for no queue, answer as submitted ones do, and leave what a further turn needs."""
   first, second = requests(2)
@@ -356,6 +359,7 @@ def test_prompts_that_were_read_elsewhere():
     batcher(method).insert(logits, caches, limit=3)
 
 
+@pytest.mark.slow
 def test_each_request_draws_in_its_own_way():
   given = next(requests(1)) | {"stop": [], "limit": 20}
   ways = [Sampling(), DRAWING, Sampling(temperature=2.0, top_k=3), Sampling(0.7, top_p=0.8)]

@@ -76,7 +76,7 @@ def files_of(path):
 
 
 @pytest.mark.kin
-@pytest.mark.core(6)
+@pytest.mark.core(3)
 @pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", kvjax.METHODS)

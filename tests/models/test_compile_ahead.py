@@ -46,6 +46,7 @@ def on_a_mesh():
   return parallel.shard(model(), mesh_of(2, 1))
 
 
+@pytest.mark.core(1)
 @pytest.mark.core(2)  # one device and one call, and several with all that a call may ask for
 @pytest.mark.parametrize(
   ("made", "how"), [(model, {}), (on_a_mesh, DREW), (model, DREW), (on_a_device, {})]
@@ -69,6 +70,7 @@ def test_it_is_the_step_that_runs(made, how):
   assert threads == [threading.current_thread().name]
 
 
+@pytest.mark.slow
 def test_a_stream_is_decoded_by_one_program_too(monkeypatch):
   """Where steps are one program, as on a GPU: with the store that the prompt fills."""
   monkeypatch.setattr(by_layer, "decodes", lambda *_: False)

@@ -79,7 +79,7 @@ def test_what_it_keeps_of_a_prompt_that_it_reads(method, monkeypatch):
 
 
 @pytest.mark.kin
-@pytest.mark.core(5)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", kvjax.METHODS)
 def test_every_method_is_as_it_would_be_or_refused(name):
   """What looks at queries, or reads prompts in its own way, is refused by its name."""
@@ -93,6 +93,7 @@ def test_every_method_is_as_it_would_be_or_refused(name):
     compress(model(), full, method)
 
 
+@pytest.mark.slow
 def test_layers_with_a_window_stay_as_they_are():
   """To the bit, with every token in its slot, also where an answer has gone round the ring."""
   decoder, method, tokens = family_models.model("gemma3-parameters"), KeyDiff(12), tiny_hf.tokens()

@@ -40,6 +40,7 @@ def _marks(family, name):
   return marks
 
 
+@pytest.mark.core(1)
 @pytest.mark.kin
 @pytest.mark.parametrize(
   ("family", "name"),

@@ -88,6 +88,7 @@ def forked_layer(stream, branches, impl, *, context=32, seed=3):
   return layer, every
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("branches", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_questions_and_answers_against_loops(branches, impl):
@@ -173,7 +174,7 @@ def conversation(logits, caches, method, **how):
   return np.concatenate([np.asarray(said.logits), np.asarray(said.last)[:, None]], 1), said, caches
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "method", [Full(), KVzip(budget=24, room=12), SnapKV(40, 4)], ids=lambda x: type(x).__name__
 )

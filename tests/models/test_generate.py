@@ -635,6 +635,7 @@ def test_chunks_keep_the_logits_of_every_position():
     chex.assert_trees_all_close(parts[row, :n], whole[row, :n], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_chunks_compile_once_per_doubling():
   reading, _ = jitted()
   for length in (33, 40, 25):
@@ -800,6 +801,7 @@ def test_a_store_that_is_full():
     generate(model(), logits, caches, method, steps=20)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", [kvjax.Full(), kvjax.settings.example(kvjax.InfLLM, 12)])
 def test_rows_that_end_in_an_early_chunk_keep_their_logits(method):
   """Row 0 ends in the first of three chunks, or of several pieces; alone it has the same logits."""

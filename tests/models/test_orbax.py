@@ -79,6 +79,7 @@ def test_arrays_of_another_shape(folders, tmp_path, to):
     convert.load(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of its threads
 def test_damaged_folders_are_refused_by_name(copy):
   """Every file of an item: cut short, begun with something else, empty, or not there."""

@@ -31,6 +31,7 @@ def by_hand(ask, prompts, steps, **how):
   return generate(ask.model, logits, caches, ask.method, **how)[0].texts
 
 
+@pytest.mark.core(1)
 def test_text_chat_and_batch(ask):
   chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
   ids = [ask.tokenizer.chat([{"role": "user", "content": QUESTION}]), ask.tokenizer.chat(chat)]

@@ -57,6 +57,7 @@ def test_room_is_counted_on_the_host():
     room(caches, WINDOW)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("method", [FULL, kvjax.TopKOracle(8, 1, 1)], ids=["full", "selective"])
 def test_a_step_beyond_the_capacity(method):
   """A loop of one's own hears of it under check_nan; the other rows' room does not matter."""

@@ -128,7 +128,7 @@ def test_the_neutral_setting_equals_full(name):
   )
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.rest(4)
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_sinks_under_every_kind_of_method(name):
@@ -153,6 +153,7 @@ def test_chunks_give_what_one_call_gives(chunk):
   )
 
 
+@pytest.mark.slow
 def test_further_turns_and_idle_rows():
   """A second turn for one row leaves the other's ring as it was."""
   method = kvjax.Full()
@@ -198,6 +199,7 @@ def test_a_methods_layers_are_counted_among_themselves():
 # ---- around it
 
 
+@pytest.mark.slow
 def test_generate_fork_save_and_restore(tmp_path):
   method, decoder = settings.example(kvjax.SnapKV, 16), model(GEMMA)
   logits, caches = start(method)

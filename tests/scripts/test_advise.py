@@ -217,6 +217,7 @@ def test_sizes_are_those_of_weights_and_caches(name):
   assert (caches.host > 0) == (name == "infllm")
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Gemma-2-2B", "gpt-oss-20B"])
 def test_weights_are_those_of_all_layers(name):
   config = PRESETS[name]
@@ -436,6 +437,7 @@ SAID = [
 ]
 
 
+@pytest.mark.core(4)
 @pytest.mark.parametrize(("args", "texts"), [(args, texts) for args, *texts in SAID])
 def test_what_it_says(rows, capsys, args, texts):
   found = " ".join(said(capsys, rows=rows, **args).split())
@@ -463,6 +465,7 @@ def test_its_table_and_next_commands(capsys):
   assert "kvjax advise --model Llama-3.1-8B --length 131072 --rows run" in joined
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("args", "names"),
   [

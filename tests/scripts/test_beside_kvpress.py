@@ -204,6 +204,7 @@ def test_a_prompt_under_every_cell(ours):
   assert "equal" not in oracle and oracle["score_of_kvpress"] == 1
 
 
+@pytest.mark.slow
 def test_other_weights_are_found_by_their_logits(ours):
   logits, _ = ours.read(Letters().encode(TEXT + QUESTION))
   with pytest.raises(ValueError, match=r"logits: found them 1 apart, expected at most 0\.01"):

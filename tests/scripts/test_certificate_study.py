@@ -90,6 +90,7 @@ def test_queries_before_are_not_those_that_are_certified():
   assert changed == {study.BEFORE}
 
 
+@pytest.mark.slow
 def test_cis_is_followed_in_a_model(tmp_path):
   """Queries that share look at what an earlier one chose, and at the newest tokens."""
   model, tokenizer = tiny.load()

@@ -143,7 +143,7 @@ def test_an_answer_that_is_stopped_is_kept(talk, monkeypatch):
   assert read(talk.ask("Why?")) > 30  # all of it again
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["infllm", "full"])
 def test_a_message_whose_reading_is_stopped_is_read_on(loaded, tmp_path, monkeypatch, name):
   """The same question, or another about the same file; then one that begins otherwise."""

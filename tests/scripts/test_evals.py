@@ -60,7 +60,7 @@ def used(row) -> int:
 # ---- laws of every task
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", LAWFUL)
 @given(length=st.integers(2000, 6000), seed=st.integers(0, 1000), index=st.integers(0, 9))
 def test_budget_is_kept_and_filled(name, length, seed, index):

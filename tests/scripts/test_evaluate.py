@@ -104,6 +104,7 @@ def finished(loaded, tmp_path_factory):
 # ---- what is measured
 
 
+@pytest.mark.slow
 def test_a_row_says_all_there_is_to_know(loaded, finished):
   _, tokenizer = loaded
   rows = by_key(finished[1])
@@ -322,6 +323,7 @@ def documents(tmp_path, monkeypatch):
   monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "data"))
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_plain_forward_passes(loaded, documents, tmp_path):
   """Window by window, each token from those before it; per word and byte of the text as it was."""
   model, tokenizer = loaded
@@ -771,6 +773,7 @@ def questions(folder, **changed):
   return "--data", str(folder), "--lengths", "300"
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("changed", "what"),
   [({"question": "What is 1 + 2?"}, "prompt"), ({"answer": "#### 3"}, "data")],
@@ -884,6 +887,7 @@ def without(monkeypatch, *names):
   monkeypatch.setattr(sys, "meta_path", [Blocked(*names), *sys.meta_path])
 
 
+@pytest.mark.slow
 def test_a_missing_metric_stops_its_task_alone(loaded, tmp_path, monkeypatch, capsys):
   """Before the model answers; the others run, are kept, and the status says that not all did."""
   data = eval_data.write(tmp_path / "data")

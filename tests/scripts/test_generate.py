@@ -53,7 +53,7 @@ def test_an_answer_that_stops_at_its_last_token_has_stopped():
     assert turn.stopped(tokenizer, tokens, limit, stop) == stopped
 
 
-@pytest.mark.core(4)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", ["full", "snapkv", "duo_attention", "adakv", "ltri"])
 def test_bytes_used_are_those_of_tokens(name):
   """None at first, all of a row that is full; in between by the tokens that are held."""
@@ -89,6 +89,7 @@ def test_pieces_of_a_prompt(method, length, size):
   assert turn.pieces(method, length) == size
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_read_in_pieces_that_show(monkeypatch, capsys):
   """The same logits as at once."""
   model, _ = tiny.load()
@@ -195,6 +196,7 @@ def test_a_prompt_that_fails_ends_alone(asked, monkeypatch):
   assert all("error" not in found[i] and found[i]["text"] for i in (0, 2))
 
 
+@pytest.mark.slow
 def test_a_chat_that_its_template_refuses_ends_alone(asked):
   """With its line; where none is taken, the whole run ends."""
   chats = [

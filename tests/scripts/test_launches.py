@@ -38,6 +38,7 @@ def test_medians_are_of_the_steps_that_launch_the_same():
   assert launches.medians(steps) == [("a", 2.0), ("b", 5.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has launches")
 def test_without_a_gpu_there_is_nothing_to_list(monkeypatch):
   monkeypatch.setattr(launches, "FLUSH", 64)  # bytes; a GPU's L2 takes a CPU seconds,

@@ -29,6 +29,7 @@ from tests.tiny_tokenizers import letters
 ROW = Row("", "", "", ("AB",), "needle", 4, about={"depth": 0.25})
 
 
+@pytest.mark.slow
 def test_the_blocks_of_a_needle():
   """Tokens 10 to 13 after 3 first ones, in blocks of 4: blocks 1 and 2."""
   method = InfLLM(3, 8, 4, 2, held=2)

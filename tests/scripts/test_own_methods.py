@@ -70,6 +70,7 @@ def test_what_is_none_is_refused(mine, name, message):
     kvjax.find_method(name, "--methods")
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "law", ["neutral_setting_equals_full", "kept_positions", "idle_rows_stay_untouched"]
 )

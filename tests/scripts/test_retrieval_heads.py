@@ -105,6 +105,7 @@ def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
     assert not fitted.fingerprints(row.context).isdisjoint(held["fingerprints"].split())
 
 
+@pytest.mark.slow
 def test_heads_are_found_on_nothing_that_a_test_has():
   """Texts, words of keys, numbers and seeds of both streams, whichever rows are drawn."""
   args = retrieval_heads.Args("heads.json", samples=5, length=1500)

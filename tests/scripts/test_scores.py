@@ -45,6 +45,7 @@ CLASSES = ["Number", "Date", "Place", "Number of something", "Other number"]
 NEEDS = {"zh": "jieba", "longbook_sum": "rouge_score", "math_verify": "math_verify"}
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", NAMED)
 def test_published_values(name):
   """tests/goldens/scores.json says which code gave them; where it raises, the score is 0."""

@@ -169,6 +169,7 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
   assert len(reading.of("snapkv").caches) == 2
 
 
+@pytest.mark.slow
 def test_demo_shared_prefill_gives_what_its_own_gives(tiny):
   """A member's continuation is the same as after a prefill of its own."""
   *_, shared = run_demo(tiny, "full", "snapkv")

@@ -50,6 +50,7 @@ def records(args):
   return json.loads((args.out / "turnover.json").read_text("utf-8"))["records"]
 
 
+@pytest.mark.slow
 def test_what_drops_tokens_diverges(args, capsys):
   """The full cache beside itself does not, nor does a budget that is never reached."""
   assert turnover.main(args) == 0
@@ -74,6 +75,7 @@ def test_what_drops_tokens_diverges(args, capsys):
   assert said.splitlines()[-2].split()[:3] == ["streaming_llm", "8", "5"]
 
 
+@pytest.mark.slow
 def test_divergence_is_that_of_plain_passes(args):
   """KL in float64 from one forward pass over the text, and from steps of the method alone."""
   rng, method = np.random.default_rng(0), kvjax.StreamingLLM(8)

@@ -210,6 +210,7 @@ def test_a_step_has_the_collectives_of_the_design():
   assert sorted(found) == sorted(wanted)
 
 
+@pytest.mark.slow
 @over((2, 4), (1, 2))
 def test_a_step_over_split_slots_gathers_softmax_states(mesh):
   """(o, m, l) of every device's part once a layer, and nothing else of attention. XLA makes one

@@ -182,7 +182,7 @@ def reads(batch, slots, heads):
   return runs | {"art, shared": functools.partial(walked, share=4)}, tables
 
 
-@pytest.mark.core(1)  # small rows are those of the oracles' tests
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZED)
 @pytest.mark.parametrize("operation", ["decode", "sparse", "art", "art, shared"])
 def test_every_row_is_read_as_if_alone(operation, size):

@@ -41,6 +41,7 @@ def test_worked_example():
   )
 
 
+@pytest.mark.slow
 def test_worked_example_of_codes():
   # q = (2, −1) has scale 2 / 127 and codes (127, −64): half to even. Keys of codes (10, 0), (0, 4)
   # with scales 1 and 2 have logits 127·10·1 and −64·4·2, times 2 / 127.
@@ -136,7 +137,7 @@ def test_heads_that_share_slots(heads, rows, programs, dtype):
     decode_attention(*case.arrays, *(jnp.asarray(x[:, :1]) for x in (start, stop)))
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-4, 1e4])
 def test_values_of_codes_of_any_size(size):
   """Weights are float16, which has few numbers; the sizes that values come in are many."""

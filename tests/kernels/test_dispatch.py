@@ -210,6 +210,7 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
   np.testing.assert_allclose(*outputs, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_token_enters_split_slots_by_the_kernel():
   """Rows that end on either device, a full one and an idle one, as the reference enters them."""
   mesh, method = mesh_of(slots=2), Full()

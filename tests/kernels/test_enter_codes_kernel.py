@@ -272,7 +272,6 @@ def taken(method, impl, capacity=64, poisoned=None, steps=6):
 
 
 @pytest.mark.core(1)
-@pytest.mark.core(2)  # a ring and a victim; what is appended is below
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("base", BASES)
 def test_steps_equal_the_references(base, bits):
@@ -292,6 +291,7 @@ def test_steps_equal_the_references(base, bits):
     np.testing.assert_array_equal(cache.rows[name], x, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_full_cache_drops_the_token():
   method = Quantised()
   (_, cache), (_, reference) = (taken(method, impl, 24) for impl in ("pallas", "reference"))
@@ -339,6 +339,7 @@ def test_what_the_kernel_does_not_do_is_inserted_as_it_is_written(method):
   assert "pallas_call" not in str(made)
 
 
+@pytest.mark.slow
 def test_an_insert_of_ones_own_is_heard():
   (_, cache), (_, plain) = (taken(x, "pallas") for x in (Doubled(), Quantised()))
   np.testing.assert_allclose(cache.slots["v_scale"][0, :, 23], 2 * plain.slots["v_scale"][0, :, 23])

@@ -36,7 +36,7 @@ def joined(store):
   return {name: np.concatenate([np.asarray(x) for x in store.of[name]], 2) for name in store.of}
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", KERNELS])
 @pytest.mark.parametrize(
   ("shape", "sizes", "dtype"),
@@ -78,6 +78,7 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
     np.testing.assert_array_equal(got[name], want)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("source", [[2, 0], [1, 1]])
 def test_rows_of_another_store(kernel, source):

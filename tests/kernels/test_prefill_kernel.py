@@ -87,6 +87,7 @@ def test_against_oracle(heads, groups, head_dim, dtype, case, window):
   np.testing.assert_allclose(sums, mass, atol=queries * CLOSE[dtype] / 4)
 
 
+@pytest.mark.slow
 def test_windows_may_differ_by_head():
   """Each head's output is that of a call in which all heads have its window."""
   batch, heads, size = 2, 3, 90

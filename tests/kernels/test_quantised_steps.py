@@ -106,6 +106,7 @@ def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
     assert launched[Quantised(base)] == {"enter_codes"} | reading | scoring
 
 
+@pytest.mark.slow
 def test_tables_over_codes_write_no_logits():
   """A selection whose statistics are made of logits: by name it is refused, not read otherwise."""
 

@@ -178,7 +178,7 @@ SCANNED = {
 } | {"quest": kvjax.Quest(8, 4, dense_layers=0)}
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", SCANNED.values(), ids=SCANNED)
 def test_layers_under_a_scan(method):
   """Stacked caches under `jax.lax.scan` give what the layers give one by one."""

@@ -114,7 +114,7 @@ def test_h2o_reads_its_logits_of_the_tiles_read():
   assert stopped > 0
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "steps"), [([33, 28], 20), ([9, 14], 8)], ids=str)
 def test_streaming_llm_reads_its_sinks_first(lengths, steps):
   """Then tiles from the newest token's down and around: each is older than the one before."""
@@ -173,7 +173,7 @@ def reports(method, rows=slice(None), lengths=(37, 22)):
   return out, np.asarray(aux["tiles"]), np.asarray(aux["visited"])
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [Full(), SnapKV(24, window_size=4), Quest(24, 4)], ids=repr)
 def test_where_nothing_can_be_spared_the_base_attends(base):
   """By default; 64 walks a head over twelve tiles would read one each."""
@@ -184,7 +184,7 @@ def test_where_nothing_can_be_spared_the_base_attends(base):
   np.testing.assert_array_equal(visited, read)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 def test_a_base_is_told_what_its_own_attention_found(impl):
   """LongFlow names the next victim by the logits of its attention, where nothing can be spared."""

@@ -107,7 +107,7 @@ KINDS = ["any scale", "tight", "hidden", "cancelling", "huge"]
 
 
 @pytest.mark.rest(5)
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["group", "head"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
@@ -192,6 +192,7 @@ def test_over_a_window():
   assert (outputs["some"][1]["visited"] < outputs["base"][1]["visited"]).any()
 
 
+@pytest.mark.slow
 def test_first_tokens_are_read_whatever_they_weigh():
   """The newest tile has nearly all of it, and comes after theirs."""
   stream = Stream.random(3, tokens=40)

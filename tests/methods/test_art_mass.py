@@ -150,6 +150,7 @@ def test_kernels_have_no_mass_of_tiles():
     layer.decode([9, 5])
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize("by_mass", [4, math.inf])
 def test_rows_without_a_turn_keep_their_order(by_mass):
   """A prompt of some rows leaves what the others' last one began."""

@@ -59,6 +59,7 @@ def test_keeps_what_kvpress_keeps():
   assert np.asarray(layer.cache.pos)[0].tolist() == [want] * 3
 
 
+@pytest.mark.slow
 def test_a_second_turn_chunks_what_is_held():
   method = ChunkKV(ByValue(14, window_size=3), chunk=3)
   stream = Stream.random(3, tokens=60)

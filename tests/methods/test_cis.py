@@ -69,6 +69,7 @@ def turned(agree, heads):
   return [bool(layer.decode([15 + step])[1]["retrieved"][0, 0]) for step in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads, all_agree, mean_agrees", [(0, 1, 1), (1, 0, 1), (2, 0, 0)])
 def test_the_mean_decides_for_a_group(heads, all_agree, mean_agrees):
   """Of ±1 the mean keeps its direction while one of three has turned, be it the largest."""
@@ -105,7 +106,7 @@ def test_a_generation_under_a_soft_cap():
   np.testing.assert_array_equal(retrieved, plain)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 def test_flat_and_peaked_weights(scale):
   """At 30 most weights are 0 in float32; their order still counts."""
@@ -162,6 +163,7 @@ def test_rows_count_their_own_steps():
   assert retrieved == ([True, False, False] * 6, [True, False, False] * 2)
 
 
+@pytest.mark.slow
 def test_a_further_turn_begins_a_block():
   stream = Stream.random(7, kv_heads=1, groups=1, tokens=40)
   stream.q[:] = np.where(np.arange(16) % 8 > 4, 1.0, 0.0)

@@ -86,6 +86,7 @@ def test_prompt_and_long_decode(share, window):
   generation(method, stream, [36, 17], 20, prompt, in_turn(15, stay))
 
 
+@pytest.mark.slow
 def test_a_second_turn_weighs_what_is_held():
   """Generated tokens too, whose values nobody had weighed."""
   method = CriticalKV(ByKey(14, window_size=3), share=0.5)

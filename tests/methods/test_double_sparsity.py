@@ -76,6 +76,7 @@ def test_a_generation(m, cap):
     assert run.cache.heads["channels"][b, h].tolist() == want
 
 
+@pytest.mark.slow
 def test_a_generation_with_given_channels():
   """The prompt changes nothing then; of four given channels the first two are used."""
   m, stream = DoubleSparsity(8, 2), Stream.random(2, tokens=50)
@@ -88,6 +89,7 @@ def test_a_generation_with_given_channels():
   check(m, stream, [17, 5], 20, oracle(stream, m, channels), prepare=prepare)
 
 
+@pytest.mark.slow
 def test_labels_follow_the_cache():
   """After a prompt, a second turn (which may change the channels), and steps of one row."""
   stream = Stream.random(4, tokens=60)
@@ -175,6 +177,7 @@ def test_channels_are_counted(head_dim, kept, authors):
 # ---- calibration over text
 
 
+@pytest.mark.slow
 def test_calibration_sums_over_pieces():
   """Two pieces in one batch, then one alone, against the caches of the three prompts."""
   args = calibrate_channels.Args(pathlib.Path("x.npz"), samples=3, length=10, batch=2)

@@ -117,6 +117,7 @@ def test_short_rows_need_no_more_slots_than_tokens():
   assert not alone.traits.positional and method.traits.positional
 
 
+@pytest.mark.slow
 def test_nan_in_one_kind_keeps_the_whole_cache():
   """A query of NaN in one streaming head: nothing of the row's cache changes, of either kind."""
   stream = Stream.random(6, tokens=40)

@@ -62,6 +62,7 @@ def test_kept_sets_and_outputs_over_a_generation(cap):
   follow(layer, lengths, 100, kept, cap=cap)
 
 
+@pytest.mark.slow
 def test_a_second_turn_adds_to_the_mass():
   """Half the prompt and then the other half: cached tokens keep what they had and gather more."""
   stream = Stream.random(2, tokens=30)

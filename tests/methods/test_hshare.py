@@ -156,6 +156,7 @@ def test_a_second_turn_decides_anew():
   assert [cache.heads["from_head"][0].tolist() for cache in run.caches] == oracle.from_head
 
 
+@pytest.mark.slow
 def test_layers_decide_alike_on_all_shards():
   """Four heads on two devices: the overlaps of all of them count; an idle row decides nothing."""
   m, stream = HShare(12, 1, 3), Stream.random(0, kv_heads=4)

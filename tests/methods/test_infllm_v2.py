@@ -75,6 +75,7 @@ def test_a_generation(changes, cap):
   check(m, stream, [25, 2], 41, oracle(stream, m, cap), cap=cap)
 
 
+@pytest.mark.slow
 def test_compressed_keys_follow_the_cache():
   """After a prompt, a second turn and every step: the means of all complete windows."""
   stream = Stream.random(2, tokens=60)

@@ -192,6 +192,7 @@ def test_what_is_stored_does_not_depend_on_how_tokens_came(dtype):
   chex.assert_trees_all_equal(steps.cache, once.cache)
 
 
+@pytest.mark.slow
 def test_a_full_cache_takes_no_more():
   """Tokens beyond the last slot are dropped, as by the full cache, and the ring keeps its own."""
   stream = Stream.random(8)

@@ -95,6 +95,7 @@ def test_heads_of_a_layer_compete():
   assert len({len(x) for cache in caches for x in held(cache, 0)}) > 1  # heads differ
 
 
+@pytest.mark.slow
 def test_read_has_all_heads_compete():
   """In one call; the caches say whose they are."""
   spread = AdaKV(KVzip(KEPT + ROOM, ROOM, over_layers=True), safeguard=0)

@@ -78,6 +78,7 @@ def test_keeps_what_kvpress_keeps():
   assert np.asarray(layer.cache.pos)[0].tolist() == want
 
 
+@pytest.mark.slow
 def test_a_second_turn_cuts_anew():
   """Partitions of what the first turn left, its answer, and what is new."""
   method, stream = LagKV(17, window_size=4, sinks=2), Stream.random(5, kv_heads=2, tokens=60)

@@ -52,6 +52,7 @@ def test_victims_and_outputs_over_a_run(per):
       scores[b, h] = contribution(stream, b, h, at[b], lists[b, h])
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_cut_as_snapkv_does():
   """To budget − 1 tokens in effect: the one that was ranked last makes room for the first."""
   stream, lengths = Stream.random(2, tokens=60), [40, 22]

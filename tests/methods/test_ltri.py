@@ -310,6 +310,7 @@ def test_injected_blocks_are_retrieved():
     injected(run.caches, jnp.zeros((2, 1), jnp.int32))
 
 
+@pytest.mark.slow
 def test_rate_from_a_target():
   """The smallest λ of the table that reaches the target; beyond one vector a span there is none."""
   rng = np.random.default_rng(0)

@@ -131,6 +131,7 @@ def test_a_step_attends_to_what_codes_stand_for(base, bits, impl):
       np.testing.assert_allclose(out[b, h, g], want, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_further_turn_sees_codes_of_the_past_and_itself_as_it_is():
   stream = Stream.random(5)
   layer = begun(Quantised(bits=4), stream, [10, 6])
@@ -146,7 +147,7 @@ def test_a_further_turn_sees_codes_of_the_past_and_itself_as_it_is():
       np.testing.assert_allclose(out[b, h, g, i], want, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "group"), [(2, 8), (2, 0), (8, 4)])
 def test_two_bits_and_groups_in_a_layer(bits, group):
   """Under H2O, whose evictions move codes and scales; the kernel, asked for by name, refuses."""
@@ -235,6 +236,7 @@ def test_codes_move_with_their_tokens(name, bits, group):
       assert (error <= own_codes(parted, bits)[1] / 2 * (1 + 1e-4)).all(), (what, b, h, s)
 
 
+@pytest.mark.slow
 def test_summaries_are_of_what_is_stored():
   """Quest's pages: the least and largest of keys as their codes have them."""
   stream = Stream.random(7)
@@ -252,6 +254,7 @@ def test_summaries_are_of_what_is_stored():
     np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_what_is_measured_beneath_codes_is_of_their_numbers():
   """The top layer of PSAW hides the older half but for one sink: attention to keys as stored."""
   stream = Stream.random(16)
@@ -267,7 +270,7 @@ def test_what_is_measured_beneath_codes_is_of_their_numbers():
       np.testing.assert_allclose(aux["dropped"][b, h, g], want, atol=CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_large_channels_that_all_keys_share_take_no_levels(bits):
   """One channel of all keys is near 300, as in Qwen2.5's first layer: errors stay as they were.
@@ -289,6 +292,7 @@ def test_large_channels_that_all_keys_share_take_no_levels(bits):
   assert errors[1] < 3 * errors[0] < errors[2] / 3
 
 
+@pytest.mark.slow
 def test_rows_without_a_prompt_have_no_mean():
   """Nor do later chunks change one, of rows that had some."""
   stream = Stream.random(17)
@@ -303,6 +307,7 @@ def test_rows_without_a_prompt_have_no_mean():
   np.testing.assert_array_equal(layer.cache.heads["k_mean"], mean)
 
 
+@pytest.mark.slow
 def test_first_layers_may_stay_exact():
   stream = Stream.random(8)
   method = Quantised(exact_layers=2)

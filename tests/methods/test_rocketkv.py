@@ -85,7 +85,7 @@ def test_a_generation(budget, size, cap):
   check(method, stream, [44, 9], 40, oracle, **how)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [20, 40])
 def test_rows_within_the_budget_are_attended_to_as_a_whole(capacity):
   """Whatever the capacity, which may be the budget: then there is nothing to search."""

@@ -182,6 +182,7 @@ def test_widths_are_those_of_the_calls(monkeypatch, name, chunk):
     called.clear()
 
 
+@pytest.mark.slow
 def test_one_reading_at_a_time_has_caches(monkeypatch):
   """Also where rows are free for the prompts of two."""
   held, whole = [], batching.read_prompt

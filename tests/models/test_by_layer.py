@@ -89,6 +89,7 @@ def test_programs_that_were_dropped_are_traced_again():
   chex.assert_trees_all_equal(read(), want)
 
 
+@pytest.mark.slow
 def test_a_row_that_takes_no_part_in_a_step_keeps_every_bit():
   method = kvjax.SnapKV(12, window_size=4)
   run = Run(method)

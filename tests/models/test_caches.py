@@ -276,6 +276,7 @@ def test_two_who_save_to_one_path(saved, tmp_path):
   assert not failed and [p.name for p in path.iterdir()] == ["9"]
 
 
+@pytest.mark.slow
 def test_arrays_lie_where_those_of_empty_caches_do(tmp_path, monkeypatch):
   """Stores in the host's memory, as on a GPU: kept in a folder, and forked."""
   monkeypatch.setattr(offload, "on_host", lambda: True)

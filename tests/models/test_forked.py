@@ -243,6 +243,7 @@ def test_bytes_are_as_planned():
   assert moved == 2 * 2 * 16 * 4 * 2 * (2 * 64 + 16 * 16)
 
 
+@pytest.mark.slow
 def test_decoding_moves_no_context():
   """A step, its caches donated, writes all of them where they were; those before stay alive."""
   logits, caches = read(Full())

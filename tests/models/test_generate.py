@@ -103,6 +103,7 @@ def test_nan_is_traced_to_its_layer_when_asked():
     prefill(sick, tokens, [9, 9], fresh, FULL)
 
 
+@pytest.mark.slow
 def test_nan_raises_where_a_row_is_read():
   """With its row and place; rows that take no part, or have ended, do no harm."""
   sick, forced, tokens = sickly()
@@ -557,6 +558,7 @@ def test_numbers_of_numpy_are_taken(untyped):
   assert out.lengths.tolist() == [4, 0]
 
 
+@pytest.mark.slow
 def test_a_method_that_evicts_has_no_overflow():
   out, _ = run(kvjax.StreamingLLM(16), steps=48, chunk=16)
   assert out.lengths.tolist() == [48, 48]
@@ -626,6 +628,7 @@ def test_chunks_give_what_one_call_gives(name, chunk):
   chex.assert_trees_all_equal(jax.tree.map(lambda x: np.asarray(x[1]), caches), before)
 
 
+@pytest.mark.slow
 def test_chunks_keep_the_logits_of_every_position():
   lengths = [14, 5]
   whole, _ = read(TOKENS[:, :14], lengths, all_logits=True)
@@ -789,6 +792,7 @@ def test_pieces_are_calls_of_the_model():
     read(*prompt, chunk=8)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_full():
   method = kvjax.InfLLM(2, 6, 4, 2, chunk=8, held=2)
   caches = method.init_caches(model().spec(2, 24))

@@ -70,6 +70,7 @@ def nbytes(tree):
 # ---- what is kept
 
 
+@pytest.mark.slow
 @of_kinds(core=("snapkv",))
 def test_a_window_layer_keeps_its_window(name):
   """After a prompt and steps its positions are the newest 24, under a tight setting of a method."""

@@ -226,6 +226,7 @@ def test_weights_are_those_of_all_layers(name):
   assert weight_bytes(config, jnp.bfloat16)[0] == sum(x.size * x.dtype.itemsize for x in leaves)
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("name", "heads", "slots"),
   [("Llama-3.1-70B", 8, 1), ("Llama-3.1-70B", 2, 4), ("gpt-oss-20B", 4, 1), ("Qwen2.5-1.5B", 2, 1)],
@@ -526,6 +527,7 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
   assert advise.device(advise.Args(device="l4")).memory == 24e9
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("given", "message"),
   [

@@ -156,6 +156,7 @@ def test_methods_are_listed_and_explained(capsys):
     methods.main(methods.Args("snapkw"))
 
 
+@pytest.mark.slow
 def test_a_method_of_the_folder_in_which_one_is(tmp_path):
   (tmp_path / "mine.py").write_text("import kvjax\n\n\nclass Mine(kvjax.Full):\n  '''Mine.'''\n")
   program = f"import sys; sys.path.append({str(FOLDER)!r})\nfrom kvjax.programs import commands\n"

@@ -226,6 +226,7 @@ def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monke
     assert row["prompt_tokens"] == len(prompt.ids + prompt.second) <= TWICE - 2 * 32
 
 
+@pytest.mark.slow
 def test_a_row_that_ends_makes_room(loaded, tmp_path, monkeypatch):
   """Answers of unequal limits: as many steps as tokens over rows, and the last one's."""
   limits = [3, 31, 2, 30, 4, 5, 29, 1, 2, 6]
@@ -389,6 +390,7 @@ def test_lengths_past_a_conversions_limit_are_refused_first(loaded, tmp_path, mo
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_answers_take_what_their_prompts_leave(loaded, tmp_path, monkeypatch, capsys):
   (tmp_path / "gsm8k").mkdir()
   asked = "What is 1 + 1?", "Add up all of these numbers, one after another: " + "1, " * 9 + "1."
@@ -449,6 +451,7 @@ def test_an_interrupted_run_goes_on(loaded, finished, tmp_path, monkeypatch, see
   assert without_seconds(store.read(tmp_path)) == without_seconds(store.read(finished[0]))
 
 
+@pytest.mark.slow
 def test_rows_are_saved_before_those_of_the_next_task_are_made(loaded, tmp_path, monkeypatch):
   """A run that dies while rows are made keeps what came before, and does not repeat it."""
   made = []

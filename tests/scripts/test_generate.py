@@ -117,7 +117,7 @@ def test_a_context_that_is_outgrown_is_said_before_the_prompt_is_read(loaded, mo
     generate.main(args)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize("method", ["full", "ltri"])
 def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_path, method):

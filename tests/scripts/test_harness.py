@@ -65,6 +65,7 @@ def test_log_likelihoods(loaded):
     assert greedy == best
 
 
+@pytest.mark.core(1)
 def test_what_greedy_decoding_says_is_greedy(loaded):
   lm = adapter(loaded)
   (said,) = lm.generate_until([request(TEXTS[0], {"until": [], "max_gen_toks": 4})])
@@ -80,6 +81,7 @@ def test_what_greedy_decoding_says_is_greedy(loaded):
   assert said.startswith(tokenizer.decode([first])) or not tokenizer.decode([first]).isprintable()
 
 
+@pytest.mark.slow
 def test_one_token_that_greedy_decoding_would_not_say_is_enough(loaded):
   """Though it would say all that follow, which are scored a piece at a time."""
   lm, (model, tokenizer) = adapter(loaded), loaded
@@ -95,6 +97,7 @@ def test_one_token_that_greedy_decoding_would_not_say_is_enough(loaded):
   assert what_follows and not all_of_it
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*max_context")
 def test_no_token_is_read_past_the_models_context(loaded, monkeypatch):
   """Contexts of two lengths with as much as fits after them; the last token is predicted alone."""

@@ -154,6 +154,7 @@ def test_demo_prints_a_row_before_the_next_method_runs(tiny, monkeypatch, capsys
   assert capsys.readouterr().out.startswith("snapkv ")
 
 
+@pytest.mark.slow
 def test_demo_reads_once_for_all(tiny, monkeypatch):
   """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
   model, tokenizer = tiny

@@ -89,6 +89,7 @@ def test_divergence_is_that_of_plain_passes(args):
   assert kl.dtype == np.float32 and kl[:, 1:].min() > 0
 
 
+@pytest.mark.slow
 def test_answers_are_the_full_caches_and_do_not_end(args):
   """Drawn by the seed, or without a temperature the likeliest, of tokens that end nothing."""
   prompts, made = turnover.prompts_of(Letters(), args), {}

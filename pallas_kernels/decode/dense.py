@@ -258,6 +258,8 @@ def pick(
     itemsize=q.dtype.itemsize,
     interpret=interpret,
   )
+  if k.shape[1] < heads and cut.programs == 1:  # of heads that share slots one may have nearly all
+    cut = dataclasses.replace(cut, programs=2 * this_device().cores)
   # float32 tiles and their logits do not fit the registers of four warps.
   wide = logits and not coded and q.dtype.itemsize == 4
   return dataclasses.replace(cut, warps=8) if wide else cut

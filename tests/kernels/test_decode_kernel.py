@@ -14,7 +14,7 @@ import pytest
 from kvjax.kernels.common import backend, config, devices, split_k
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.operands import check
-from kvjax.kernels.decode.dense import decode_attention, decode_with_output
+from kvjax.kernels.decode.dense import decode_attention, decode_with_output, pick
 from tests.cover import pairwise
 from tests.kernels.decode_oracle import drawn, exact, held_to, ranges, read_of, same_bits, visible
 
@@ -270,6 +270,22 @@ LARGE = {name: jnp.zeros((*OPERANDS[name].shape[:3], 512)) for name in "qkv"}
 def test_bad_operands_raise(operands, change, error, message):
   with pytest.raises(error, match=message):
     check(**operands | change)
+
+
+def test_many_short_rows_are_a_program_each(monkeypatch):
+  """Heads that share slots are not: one of them may have nearly all."""
+  monkeypatch.setattr(devices, "_default", lambda: devices.device("NVIDIA H100 80GB HBM3"))
+
+  def cut(batch, rows, slots):
+    shapes, found = ((batch, 8, 4, 96), (batch, rows, slots, 96)), []
+    of = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
+    jax.eval_shape(lambda q, k: found.append(pick(q, k, interpret=False)), *of)
+    return found[0]
+
+  assert cut(64, 8, 2048).programs == 1
+  few, long, shared = cut(32, 8, 2048), cut(64, 8, 2049), cut(64, 1, 8 * 2048)
+  assert min(few.programs, long.programs, shared.programs) >= 132
+  assert cut(64, 8, 2048).tile == shared.tile == 128
 
 
 def test_configurations():

@@ -56,6 +56,30 @@ def test_kernels_and_floors_find_what_was_measured(gpu):
   assert devices.named("imaginary").memory == 1e10
 
 
+@pytest.mark.parametrize(("slower", "whole"), [(1.0, True), (3.0, False)])
+def test_rows_of_different_lengths_have_a_say(monkeypatch, slower, whole):
+  """A program a row, a little faster for rows of one length and `slower` for others."""
+
+  class Timed(tune.Sweep):
+    def __init__(self, shape, *_):
+      self.ragged, self.times = shape.ragged, {}
+
+    def add(self, configs):
+      for cut in configs:
+        uncut = slower if self.ragged else 0.98
+        self.times[cut] = uncut if cut.programs == 1 else 1 + cut.programs / 1e6
+
+  monkeypatch.setattr(tune, "Sweep", Timed)
+  monkeypatch.setattr(devices, "_default", lambda: devices.device("NVIDIA H200"))
+  found = tune.tune("decode", Shape(8, 8, 4, 16 << 10, 256), 1)
+  assert (found["config"]["programs"] == 1) == whole
+
+
+def test_no_shipped_table_leaves_a_long_row_to_one_program():
+  for here in devices.known():
+    assert all(cut.programs > 1 for _, cut in config.tuned("decode", here))
+
+
 def test_an_interrupted_run_goes_on_where_it_ended(gpu, monkeypatch):
   def stops(table, shape, repetitions):
     if len(gpu) == 3:

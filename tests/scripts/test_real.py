@@ -381,7 +381,7 @@ def test_what_cannot_be_divided_by_is_shown(tmp_path):
 def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
-  assert real.when(results).empty and real.picture(results) == []
+  assert real.when(results).empty
   found = real.scores(results, "8192")
   assert found.columns[-1] == "KL, nats" and {*found.index.get_level_values(0)} == {"all", "–"}
 

@@ -30,6 +30,14 @@ stopping = Cases("art", r"^decay \S+ \S+ 8x4$|^recorded$").table(
   ("a tile of a lone walk", figure("{:.2f} µs", "a tile of a lone walk, µs")),
   said("of dense decode's bandwidth", "{:.3f}", DENSE),
 )
+# Lengths that are known: of all tiles, of 0.6 of them, and of each head its own.
+known = Cases("art", "^known").table(
+  ("ART, known lengths", own("ART, known")),
+  ("of the bytes", figure("{:.2f}", "of the bytes")),
+  DENSE,
+  ("over dense", longer(DENSE, "ART, known")),
+  ("over dense of as much", longer(f"{DENSE} of as much", "ART, known")),
+)
 # One walk a KV head, read by many programs.
 shared = Cases("art", "^lone").table(
   ("ART", own("ART")),

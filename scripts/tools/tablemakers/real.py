@@ -144,13 +144,3 @@ def advice(results: Results) -> Part:
   free = rows.memory.str.endswith("more") & (rows["take"] != FULL) & (rows["for"] != "")
   rows = rows[free & (rows.batch == rows.groupby("tokens").batch.transform("last"))]
   return rows.set_index(["tokens", "attended to", "for", "take"])[[MS, KEPT, "less full"]]
-
-
-def picture(results: Results) -> Part:
-  """The pictures of each length's largest batch."""
-  largest = {tokens: batch for tokens, batch, *_ in when(results).index}
-  return [
-    f"![Score against milliseconds a token, bytes kept and bytes read, batch {batch}]"
-    f"({REAL}/score_by_cost_aware_b{batch}.png)"
-    for batch in dict.fromkeys(largest.values())
-  ]

@@ -147,7 +147,8 @@ def streaming(
   get equal numbers of pieces, `split_k.piece`. A program has at least two tiles, if there are so
   many; its products fit the registers of four warps. Where keys are few and each has one query,
   two programs share a multiprocessor at least: one alone waits for its tiles. Many short rows are
-  a program each, whatever their lengths: to find a piece among them takes longer than a long one.
+  a program each, whatever their lengths: among them a program looks for its piece longer than it
+  reads the longest.
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize

@@ -95,6 +95,7 @@ def test_the_plan_of_70b_is_what_its_step_is_compiled_for(name, heads, slots):
   assert memory.alias_size_in_bytes == pytest.approx(plan, abs=1024)
 
 
+@pytest.mark.slow
 def test_weights_and_caches_are_made_where_they_belong():
   """No device holds another's part, nor draws it: not even while it is drawn."""
   mesh = kvjax.make_mesh(heads=2)

@@ -61,7 +61,7 @@ def test_many_programs_walk_as_one_does(share, kwargs, monkeypatch):
   )
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("patience", "walked", "loaded"), [(2, 3, 6), (5, 6, 6), (7, 8, 18)])
 def test_stable_tiles_are_counted_over_waves_and_loaded_by_them(
   patience, walked, loaded, monkeypatch

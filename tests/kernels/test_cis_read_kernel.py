@@ -99,6 +99,7 @@ SIZES = {"tau": 0.8, "k": 9, "sinks": 2, "local": 3}
 run = jax.jit(functools.partial(read, **SIZES))
 
 
+@pytest.mark.slow
 def test_the_heaviest_and_their_attention():
   """NumPy float64: the heaviest tokens of the middle, and a softmax over what is listed; twice."""
   q, k, v, *rest = operands()

@@ -41,7 +41,7 @@ def bounds(cache):
   return jnp.zeros_like(cache.used)[:, None], cache.used[:, None]
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("group", ["mean", "max"])
 def test_page_bounds(shape, group):

@@ -22,6 +22,7 @@ WIDTH = {1: 90, 3: 60, 16: 30, 64: 11, 256: 3}  # of a table, by the unit of its
 SLOTS, SINKS = 700, 5
 
 
+@pytest.mark.slow
 def test_worked_example_of_codes():
   # q = (2, −1) has codes (127, −64) and scale 2 / 127. Entry 1 of two slots names slots 2 and 3.
   q = jnp.asarray([[[[2.0, -1.0]]]])

@@ -142,7 +142,7 @@ def test_attention_by_hand(window, sinks, cap, impl):
         np.testing.assert_allclose(got[1 + i][row, head], by_hand(row, size + i, head), **CLOSE)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["snapkv", "full", "quest", "h2o"])
 def test_prompts_padded_on_the_left(name):
   """Tokens that begin later in their row give the bits of tokens that begin at once."""

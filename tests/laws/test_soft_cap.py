@@ -46,6 +46,7 @@ def test_neutral_setting_equals_full(name):
     np.testing.assert_allclose(out, want, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.kin
 @pytest.mark.parametrize("name", slow_unless(KERNELS))
 def test_kernels_equal_the_reference(name):

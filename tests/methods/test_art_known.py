@@ -81,7 +81,7 @@ def test_known_lengths_against_a_loop(kwargs, impl):
     assert not shorter
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [[[40, 30]], [[16, 30], [24, 0]]], ids=str)
 def test_a_new_prompt_begins_with_its_last_query(chunks):
   """Lengths are of one answer: a turn begins with the walk of its own last query."""

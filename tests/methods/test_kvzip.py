@@ -119,6 +119,7 @@ def test_a_context_that_fits_is_the_full_cache():
   np.testing.assert_allclose(*out, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_questions_in_any_order_have_the_same_answers():
   """Each on a copy; and a context never gives up a slot to what comes after it."""
   method = KVzip(budget=20, room=6)

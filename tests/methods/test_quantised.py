@@ -166,6 +166,7 @@ def test_two_bits_and_groups_in_a_layer(bits, group):
     named.decode(lengths)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_reference_of_codes_that_the_kernel_does_not_take(monkeypatch):
   """Where "auto" would take a kernel: as it is told in the table."""
   from kvjax.ops import decode as step

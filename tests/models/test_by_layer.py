@@ -54,7 +54,7 @@ def test_equals_all_layers_at_once(name):
   assert len(sizes) <= counted <= len(sizes) + 1
 
 
-@pytest.mark.core(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "prompt", "step"),
   [

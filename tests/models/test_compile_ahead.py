@@ -82,6 +82,7 @@ def test_a_stream_is_decoded_by_one_program_too(monkeypatch):
   assert threads == [background.THREAD]
 
 
+@pytest.mark.slow
 def test_a_batcher_compiles_with_its_first_request():
   batcher = Batcher(model(), kvjax.Full(), rows=2, capacity=64)
   with compiled() as threads:

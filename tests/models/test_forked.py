@@ -275,6 +275,7 @@ def test_heads_over_two_devices():
   np.testing.assert_allclose(*out, atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_files_and_room(tmp_path):
   """Branches are kept in a file, and say how many tokens each can still take."""
   logits, caches = read(Full())

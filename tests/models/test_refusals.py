@@ -192,6 +192,7 @@ def test_a_shared_prompt_has_the_room_of_its_smallest_member():
     assert {cache.size for cache in shared} == {8}
 
 
+@pytest.mark.slow
 def test_who_laid_caches_out_is_carried_along(tmp_path):
   """Through steps, forks, files, loops and the members of a shared prompt."""
   method = kvjax.SharedPrefill((FULL, EVICTS))

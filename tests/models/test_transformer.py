@@ -168,6 +168,7 @@ class Frozen(kvjax.Full):
     return put(k), put(v), carry
 
 
+@pytest.mark.slow
 def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
   decoder, tokens = small(), np.arange(6)[None]
   logits, _ = read(decoder, tokens, [6], Frozen(), all_logits=True)

@@ -48,7 +48,7 @@ def theirs(name):
   return model, np.asarray(module.own(model, *beside.tokens()))
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", beside.METHODS)
 @pytest.mark.parametrize("name", NAMES)
 def test_integration(name, method):

@@ -133,6 +133,7 @@ def test_a_row_that_cannot_be_kept_is_made(tmp_path, monkeypatch):
 LONG = [name for name, task in TASKS.items() if not task.needs and name != "gsm_symbolic"]
 
 
+@pytest.mark.slow
 def test_what_is_made_is_kept_as_it_is():
   """Every task whose long rows are kept: JSON gives back the same row."""
   reader = Reader(tiny.byte_tokenizer(), chat=False)

@@ -214,7 +214,7 @@ def socket_of_ours():
     yield server.getsockname()[1]
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["import time\ntime.sleep(99)", "while True:\n  pass"])
 def test_a_program_that_does_not_end_is_ended(spaces, monkeypatch, program):
   """And with it all that runs for it: no process is left."""

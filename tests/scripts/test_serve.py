@@ -255,7 +255,7 @@ def until(what):
   assert what()
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_is_gone_frees_its_rows(served, slowly, stream):
   """Also that of an answer which waits for a row."""

@@ -34,8 +34,6 @@ JOINED = 32  # partial states joined per step, at the probe's columns
 TOGETHER = 4  # of the pieces of a tail, that are loaded at once
 VALUES = 8192  # of the probes that a program looks at at once
 JUDGE_WARPS = 8
-
-
 # Tiles read, those that were read at once, and those after which the detector stopped, 0 where it
 # did not -> the next length.
 Following = Callable[[Array, Array, Array], Array]

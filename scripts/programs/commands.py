@@ -50,8 +50,8 @@ MODULES = {name: module for group in COMMANDS.values() for name, module in group
 # Run from a checkout, `python -m scripts.<name>`.
 DEVELOPERS = (
   *(f"tools.{name}" for name in ("on_gpu", "launches", "frames", "tables", "reference")),
-  *(f"tools.{name}" for name in ("support_table", "soak", "first_hour", "fuzz", "make_golden")),
-  *(f"tools.{name}" for name in ("soak_streams", "load_times", "make_family_goldens")),
+  *(f"tools.{name}" for name in ("support_table", "soak", "fuzz", "make_golden")),
+  *(f"tools.{name}" for name in ("soak_streams", "make_family_goldens")),
   *("studies.beside_kvpress", "studies.beside_kvzip"),
 )
 EXTRAS = {"serve": "serve"}  # what a command needs besides; the others' is `eval`

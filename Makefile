@@ -32,7 +32,7 @@ help:  ## this list
 demo: $(DEMO_READY)  ## a chat answer and a needle question under every cache, on a real model
 	@$(BIN)/python -m kvjax.programs.demo $(ARGS)
 
-test: lint types  ## lint, types and a core of the CPU tests, minutes
+test: lint types  ## lint, types and a core of the CPU tests, in minutes
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: lint types  ## lint, types and all CPU tests, sweeps too: before a release

@@ -423,7 +423,7 @@ def read(
   (written,) = written
   row = of((rows,), jnp.int32)
   judge = functools.partial(_judge_kernel, until=until, following=following)
-  walked, lengths_next = backend.call(
+  walked, after = backend.call(
     functools.partial(judge, sizes=how["sizes"], tail=tail),
     *(sources, lengths, tuple(written[4:]), left),
     grid=(rows,),
@@ -447,4 +447,4 @@ def read(
   )
   done = split_k.join(written, split=True, interpret=interpret, late=split_k.Late(*late))
   state, out = split_k.finished(done, q.shape[:2])
-  return state, out, *(x.reshape(batch, heads) for x in (walked, lengths_next))
+  return state, out, *(x.reshape(batch, heads) for x in (walked, after))

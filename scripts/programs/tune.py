@@ -11,8 +11,8 @@ measured again: an interrupted run resumes. Run it after an upgrade.
 
 Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
 programs for the best of them, down to one piece per row, which needs no join. Every configuration
-is checked against the float32 reference. Of those within 3 % of the best, the one is chosen that
-takes the least time for rows of one length and for rows of different lengths, one factor each.
+is checked against the float32 reference. Of those within 3 % of the best, the one is chosen whose
+times for rows of one length and for rows of different lengths have the least product.
 """
 
 import concurrent.futures

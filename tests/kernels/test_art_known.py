@@ -50,7 +50,7 @@ def tiles_listed(table, count, unit, b, h, tile, used):
 
 
 def drawn_places(name, tile, first, shape, slots, used):
-  """How far tiles are from the places that a walk takes them in, after the first ones."""
+  """Distances from the places of a walk to the tiles that it takes there; 0 for first ones."""
   if not name.startswith("others"):
     return None
   rng, moved = np.random.default_rng(1), np.zeros((*shape, -(-slots // tile)), np.int32)

@@ -76,8 +76,9 @@ def test_rows_of_different_lengths_have_a_say(monkeypatch, slower, whole):
 
 
 def test_no_shipped_table_leaves_a_long_row_to_one_program():
-  for here in devices.known():
-    assert all(cut.programs > 1 for _, cut in config.tuned("decode", here))
+  tables = list(devices.folders()[-1].glob("*/decode.json"))
+  entries = [x for path in tables for x in json.loads(path.read_text("utf-8"))["entries"]]
+  assert len(tables) > 1 and all(x["config"]["programs"] > 1 for x in entries)
 
 
 def test_an_interrupted_run_goes_on_where_it_ended(gpu, monkeypatch):

@@ -86,11 +86,11 @@ def known_walks(
     how |= {"table": order.plan.table, "count": order.plan.count, "unit": order.plan.unit}
   operands = q.astype(k.dtype), k, cache.slots["v"], span.start, span.stop, length
   how["following"] = functools.partial(known.following, margin=margin)
-  state, out, walked, following = run(*operands, **how, soft_cap=at.env.soft_cap)
+  state, out, walked, after = run(*operands, **how, soft_cap=at.env.soft_cap)
   groups = jnp.broadcast_to(walked[:, :, None, None], (*walked.shape, 1, q.shape[2]))
   keys = read_by(order.plan, cache.size, groups, order.tile)[1]
   attended = Attended(state, None, None, keys, out.astype(q.dtype))
-  return known.reported(attended, walked, following)
+  return known.reported(attended, walked, after)
 
 
 def _kernel(

@@ -114,13 +114,11 @@ def following(walked: Array, known: Array, end: Array, margin: int) -> Array:
   return jnp.where(end > 0, stopped, on)
 
 
-def reported(
-  attended: Attended, walked: Int[Array, "B K"], following: Int[Array, "B K"]
-) -> Attended:
+def reported(attended: Attended, walked: Int[Array, "B K"], length: Int[Array, "B K"]) -> Attended:
   """With notes: tiles read, and the next length."""
   groups = attended.state.m.shape[2:]
   tiles = jnp.broadcast_to(walked[..., None], walked.shape + groups)
-  return attended.noting(Walked(tiles)).noting(Found(following))
+  return attended.noting(Walked(tiles)).noting(Found(length))
 
 
 def _over(x: Array, like: Array) -> Array:

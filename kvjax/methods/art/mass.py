@@ -62,7 +62,7 @@ def begun(at: At, cache: Cache, turn: Turn, tile: int) -> Cache:
 
 
 def moved_leaf(spec: CacheSpec, tile: int) -> Leaf:
-  """How far the tile that is walked in the place of each is from there, int32 [B, K, P]."""
+  """Distances from each tile's place to the tile that is walked there, int32 [B, K, P]."""
   return Leaf("heads", (-(-spec.capacity // tile),), jnp.int32, along_slots=True)
 
 

@@ -258,9 +258,12 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Softmax over near and retrieved tokens together."""
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
+    past = [near["pos"].shape[2] - q.shape[3], far["pos"].shape[2]]  # what the chunk comes after
+    if forms.overrides(at.top, "stage", Streamed):
+      past = [0, 0]
     state = softmax_state.merge(
-      prefill.attend_anywhere(at, near, q, qpos),
-      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos),
+      prefill.attend_anywhere(at, near, q, qpos, past[0]),
+      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos, past[1]),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -269,7 +272,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     q, qpos, attended, prompt = turn.q, turn.qpos, turn.attended, turn.prompt
     near = self._near(cache, new)
-    votes = prefill.column_mass(at, q, qpos, near, None, attended.state)
+    votes = prefill.column_mass(at, q, qpos, near, None, attended.state, cache.size)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0

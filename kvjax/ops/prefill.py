@@ -80,8 +80,11 @@ def attend_prompt(at: At, staged: Slots, q: Array, qpos: Array, chunk: Chunk) ->
   return Attended(state, None, None, visited, out.astype(q.dtype))
 
 
-def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
-  """Attention of a chunk's queries over slots in any order, each up to its own position."""
+def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array, past: int = 0) -> State:
+  """Attention of a chunk's queries over slots in any order, each up to its own position.
+
+  The first `past` slots are empty or seen by every query; a kernel then does not ask for each.
+  """
   impl = choose("attend_prompt", at.env.impl)
   if impl == "cudnn":
     raise NotImplementedError(
@@ -91,7 +94,8 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array) -> State:
   narrow = at.env.impl == "auto" and held["k"].dtype.itemsize != 2
   if narrow or impl != "pallas":
     return attention.attend_prompt(at, q, qpos, held, None, None)
-  k, v, how = held["k"], held["v"], {"pos": held["pos"], "soft_cap": at.env.soft_cap}
+  k, v = held["k"], held["v"]
+  how = {"pos": held["pos"], "soft_cap": at.env.soft_cap, "past": past}
   return kernel("attend_prompt", impl)(q.astype(k.dtype), k, v, qpos, **how)[0]
 
 
@@ -178,14 +182,24 @@ def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
 
 
 def column_mass(
-  at: At, q: Array, qpos: Array, staged: Slots, window: Window | None, state: State
+  at: At,
+  q: Array,
+  qpos: Array,
+  staged: Slots,
+  window: Window | None,
+  state: State,
+  past: int = 0,
 ) -> Array:
-  """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`."""
+  """Probability that queries give to every slot; see `kvjax.ops.attention.column_mass`.
+
+  `past`: as in `attend_anywhere`.
+  """
   turned = window is not None and (window.by_head or window.view is not None)
   narrow = at.env.impl == "auto" and staged["k"].dtype.itemsize != 2
   if turned or narrow or choose("column_mass", at.env.impl) != "pallas":
     return attention.column_mass(at, q, qpos, staged, window, state)
   k, pos = staged["k"], staged["pos"]
   first, sinks = (None, 0) if window is None else (window.first, window.sinks)
-  run, how = kernel("column_mass", "pallas"), {"sinks": sinks, "soft_cap": at.env.soft_cap}
+  how = {"sinks": sinks, "soft_cap": at.env.soft_cap, "past": past}
+  run = kernel("column_mass", "pallas")
   return run(q.astype(k.dtype), k, pos, qpos, state.m, state.l, first, **how)

@@ -32,6 +32,7 @@ from kvjax.kernels.common.operands import check_cache, check_queries, expect
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.primitives.softmax_state import State
 
+CHUNK = 1024  # queries that smaller blocks spread over more multiprocessors
 _FAR = 2**31 - 1
 
 
@@ -69,6 +70,8 @@ def blocking(
 
   Measured on an H200 with heads of 128: at 32K tokens 128 × 64 in a pipeline of four was first, at
   8K 3 % behind the first; the second pass, of 32 queries and 128K slots, took 186 µs at 32 × 128.
+  A chunk of 512 queries over 5K slots took 131 µs at 64 × 64 and 159 at 128 × 64, its second pass
+  82 at 64 × 64 and 108 at 64 × 128.
   """
   if interpret:
     return Blocking(rows=32, tile=32, warps=4, stages=1)
@@ -81,12 +84,16 @@ def blocking(
   if mass:
     if queries <= 32 or wide:
       return Blocking(rows=32, tile=64 if wide else 128, warps=4, stages=2)
+    if queries <= CHUNK:
+      return Blocking(rows=64, tile=64, warps=4, stages=3)
     return Blocking(rows=64, tile=128, warps=8, stages=2)
   # A100 and smaller: the tiles of an H200 would leave the registers.
   small = here < 227 << 10
   if wide:
     return Blocking(rows=32 if small else 64, tile=32, warps=4 if small else 8, stages=2)
-  return Blocking(rows=64, tile=32, warps=8 if modest else 4, stages=3) if small else Blocking()
+  if small:
+    return Blocking(rows=64, tile=32, warps=8 if modest else 4, stages=3)
+  return Blocking(rows=64, tile=64, warps=4, stages=4) if queries <= CHUNK else Blocking()
 
 
 def _step(
@@ -108,11 +115,11 @@ def _step(
 
 
 def _attend_kernel(
-  *refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, sinks: int, has: Any
+  *refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, sinks: int, past: int, has: Any
 ) -> None:
   """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos [B, A], first [B or R/G, A],
   pos [R/G, S], reach [A], o [R, A, H] and lse [R, A] of before -> o [R, A, H], m, l [R, A], with
-  R = B·K·G; operands that `has` does not list are left out.
+  R = B·K·G; operands that `has` does not list are left out. `past`: see `prefill_attention`.
   """
   operands = dict(zip(has, refs[:-3], strict=True))
   q_ref, k_ref, v_ref, qpos_ref = (operands[name] for name in ("q", "k", "v", "qpos"))
@@ -156,7 +163,7 @@ def _attend_kernel(
           exists &= at >= 0
         else:
           exists &= slot <= qpos.max()
-        keep = sees(at) & (at[None, :] <= qpos[:, None]) & exists[None, :]
+        keep = exists[None, :] & sees(at)
         mask = exists[:, None] & inside[None, :]
       k = backend.load(k_ref, kv, slot[:, None], columns[None, :], mask=mask)
       v = backend.load(v_ref, kv, slot[:, None], columns[None, :], mask=mask)
@@ -165,10 +172,13 @@ def _attend_kernel(
     return lax.fori_loop(low, high, body, carry)
 
   def in_sinks(at: Array) -> Array:
-    return (at < sinks)[None, :]
+    return (at < sinks)[None, :] & (at[None, :] <= qpos[:, None])
 
   def in_window(at: Array) -> Array:
-    return at[None, :] >= begin[:, None]
+    return (at[None, :] >= begin[:, None]) & (at[None, :] <= qpos[:, None])
+
+  def anything(at: Array) -> Array:
+    return (at >= 0)[None, :]
 
   carry, exists = tiling.start(cut.rows, columns.size), t < queries
   if "o" in operands:
@@ -188,7 +198,10 @@ def _attend_kernel(
     carry = walk(carry, query(q_ref if turned is None else turned), 0, ends, in_sinks)
   q = query(q_ref)
   if pos_ref is not None:
-    carry = walk(carry, q, 0, high, in_window)
+    whole = jnp.minimum(past // tile, high)
+    if past >= tile:
+      carry = walk(carry, q, 0, whole, anything)
+    carry = walk(carry, q, whole, high, in_window)
   else:
     low = jnp.minimum(jnp.where(real, begin, _FAR).min() // tile, high)
     # Tiles that all queries of the block see whole.
@@ -219,6 +232,7 @@ def prefill_attention(
   q_sinks: Float[Array, "B K G A H"] | None = None,
   pos: Int[Array, "B K S"] | None = None,
   reach: Int[Array, " A"] | None = None,
+  past: int = 0,
   before: tuple[Float[Array, "B K G A H"], Float[Array, "B K G A"]] | None = None,
   soft_cap: float | None = None,
   cut: Blocking | None = None,
@@ -240,6 +254,7 @@ def prefill_attention(
     q_sinks: queries for positions below `sinks`, where those are rotated otherwise; q if None.
     pos: positions of the slots, int32, −1 = empty; None: a slot is its position.
     reach: with `pos`: for each query how many leading slots can hold what it sees; None: all.
+    past: with `pos`: leading slots that are empty or that every query sees.
     before: o in the dtype of q and log-sum-exp, float32, of what queries have seen elsewhere, and
       which is gone on from (−∞: nothing), also where a query is padding here; None: nothing.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
@@ -275,6 +290,7 @@ def prefill_attention(
     cut=cut,
     scale=tiling.Scale.of(head_dim, None, soft_cap),
     sinks=sinks,
+    past=past,
     has=tuple(flat),
   )
   statistic = jax.ShapeDtypeStruct((rows, queries), jnp.float32)
@@ -292,9 +308,11 @@ def prefill_attention(
   return State(o.astype(jnp.float32), m, l), o
 
 
-def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, sinks: int) -> None:
+def _mass_kernel(
+  *refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, sinks: int, past: int
+) -> None:
   """q [R, A, H], k [R/G, S, H], pos [R/G, S], qpos, first [B, A], lse [R, A], start [R/G, tiles]
-  -> mass [R/G, S]; lse in base 2, +∞ for queries that do not count.
+  -> mass [R/G, S]; lse in base 2, +∞ for queries that do not count. `past`: see `column_mass`.
   """
   q_ref, k_ref, pos_ref, qpos_ref, *first_ref, lse_ref, start_ref, mass_ref = refs
   queries, head_dim = q_ref.shape[1:]
@@ -309,13 +327,16 @@ def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, si
   index = kv, slot[:, None], columns[None, :]
   k = backend.load(k_ref, *index, mask=held[:, None] & inside[None, :])
 
-  def body(i: Any, mass: Array) -> Array:
+  def body(i: Any, mass: Array, every: bool = False) -> Array:
     row, t = kv * groups + i % groups, i // groups * cut.rows + jnp.arange(cut.rows)
     there = t < queries
     mask = there[:, None] & inside[None, :]
     q = backend.load(q_ref, row, t[:, None], columns[None, :], mask=mask)
-    qpos = backend.load(qpos_ref, batch, t, mask=there, other=-1)
     lse = backend.load(lse_ref, row, t, mask=there, other=jnp.inf)
+    if every:
+      x = scale.base2(backend.dot(k, q, trans_b=True))
+      return mass + jnp.exp2(x - lse[None, :]).sum(axis=1)
+    qpos = backend.load(qpos_ref, batch, t, mask=there, other=-1)
     keep = held[:, None] & (pos[:, None] <= qpos[None, :])
     if first_ref:
       first = backend.load(first_ref[0], batch, t, mask=there, other=0)
@@ -325,7 +346,13 @@ def _mass_kernel(*refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, si
 
   blocks = groups * pl.cdiv(queries, cut.rows)
   first_block = jnp.minimum(groups * start_ref[kv, block], blocks)
-  mass = lax.fori_loop(first_block, blocks, body, jnp.zeros(cut.tile, jnp.float32))
+  mass = jnp.zeros(cut.tile, jnp.float32)
+  if past >= cut.tile:
+    seen_whole = block < past // cut.tile
+    whole = jnp.where(seen_whole, blocks, first_block)
+    mass = lax.fori_loop(first_block, whole, functools.partial(body, every=True), mass)
+    mass, first_block = jnp.where(held, mass, 0), whole
+  mass = lax.fori_loop(first_block, blocks, body, mass)
   backend.store(mass_ref, kv, slot, value=mass / groups, mask=exists)
 
 
@@ -339,6 +366,7 @@ def column_mass(
   first: Int[Array, "B A"] | None = None,
   *,
   sinks: int = 0,
+  past: int = 0,
   soft_cap: float | None = None,
   cut: Blocking | None = None,
   interpret: bool | None = None,
@@ -351,6 +379,7 @@ def column_mass(
     qpos: positions of the queries, int32; −1 = does not count.
     m, l: the queries' softmax statistics over all that they see; a query of NaN does not count.
     first, sinks: what the queries see, as for `prefill_attention`.
+    past: leading slots that are empty or that every query sees that counts.
     soft_cap, cut, interpret: as for `prefill_attention`.
   """
   check(q, k, k, qpos, sinks)
@@ -375,6 +404,7 @@ def column_mass(
     cut=cut,
     scale=tiling.Scale.of(head_dim, None, soft_cap),
     sinks=sinks,
+    past=past,
   )
   return backend.call(
     kernel,

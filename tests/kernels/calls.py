@@ -21,6 +21,7 @@ from kvjax.kernels.insertion.enter_token import enter_token
 from kvjax.kernels.insertion.keep_rows import keep as keep_rows
 from kvjax.kernels.longflow import read as longflow_read
 from kvjax.kernels.longflow.victim import victim
+from kvjax.kernels.ltri import divide
 from kvjax.kernels.prefill import dense as prefill
 from kvjax.kernels.products import product
 from kvjax.kernels.products.add_norm import add_norm
@@ -409,6 +410,15 @@ def longflow_calls(kind: str) -> Calls:
     yield f"read-{kv_heads}x{groups}-B{rows}-{dtype}", call, shapes
 
 
+def ltri_calls(kind: str) -> Calls:
+  """Maps of all heads, and of blocks; a block's size that is no power of two."""
+  for size in (128, 96):
+    maps = of((40, size, size), f32)
+    yield f"ordered-{size}", divide.ordered, [maps, *[ints(40)] * 3]
+    run = functools.partial(divide.divide, count=4, mode="rowcol")
+    yield f"divide-{size}", run, [maps, floats(40), ints(40), floats(40)]
+
+
 def product_calls(kind: str) -> Calls:
   """A step's products and what stands between them: an 8B decoder's and an odd one's shapes."""
   for name, rows, dim, ffn, dtype in (
@@ -450,6 +460,11 @@ def prefill_calls(kind: str) -> Calls:
     yield f"any-order-{name}", by_name(run, "q_sinks", "pos"), [q, k, k, qpos, qpos, q, pos]
     run = functools.partial(prefill.column_mass, sinks=16)
     yield f"mass-{name}", run, [q, k, pos, qpos, state, state, qpos]
+    if head_dim == 128 and queries == 8192:
+      run = functools.partial(prefill.prefill_attention, past=32000)
+      yield f"past-{name}", by_name(run, "pos"), [q, k, k, qpos, pos]
+      run = functools.partial(prefill.column_mass, past=32000)
+      yield f"past-mass-{name}", run, [q, k, pos, qpos, state, state]
 
 
 def host_blocks_calls(kind: str) -> Calls:
@@ -507,6 +522,7 @@ KERNELS: dict[str, Callable] = {
   "keep_rows": keep_rows_calls,
   "host_blocks": host_blocks_calls,
   "longflow": longflow_calls,
+  "ltri": ltri_calls,
   "prefill": prefill_calls,
   "select": select_calls,
   "cis": cis_calls,
@@ -595,6 +611,8 @@ CORE = (
   "cis-read-8x1040",
   "hshare-listed-8-88",
   "sparse_decode-unit16-H128-bfloat16",
+  "ltri-ordered-128",
+  "ltri-divide-128",
   "products-product-8B-B1",
   "products-add_norm-8B-B1",
   "products-qkv_heads",

@@ -87,6 +87,33 @@ def test_against_oracle(heads, groups, head_dim, dtype, case, window):
   np.testing.assert_allclose(sums, mass, atol=queries * CLOSE[dtype] / 4)
 
 
+@pytest.mark.core(1)
+@pytest.mark.parametrize("past", [15, 33, 80])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_that_all_queries_see_are_not_compared(dtype, past):
+  """A chunk after slots in any order, some of them empty; padding, and NaN in what is empty."""
+  rng = np.random.default_rng(past)
+  queries, slots, heads = 40, 120, 2
+  held = np.where(rng.random((2, heads, 80)) < 0.8, rng.integers(0, 900, (2, heads, 80)), -1)
+  held[1, 0, :32] = -1  # whole tiles
+  valid = np.array([[40], [17]])
+  qpos = np.where(np.arange(queries) < valid, 900 + np.arange(queries), -1)
+  every = np.concatenate([held, np.repeat(qpos[:, None], heads, 1)], 2)
+  q, k, v = arrays(5, heads, 3, 24, dtype, queries, slots)
+  o, lse, mass, _ = oracle(q, k, v, qpos, every)
+  empty = jnp.asarray(every < 0)[..., None]
+  k, v = (jnp.where(empty, jnp.nan, x).astype(dtype) for x in (k, v))
+  of = functools.partial(jnp.asarray, dtype=jnp.int32)
+  run = jax.jit(functools.partial(prefill_attention, past=past, cut=SMALL))
+  state, _ = run(q, k, v, of(qpos), pos=of(every))
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  sums = jax.jit(functools.partial(column_mass, past=past, cut=SMALL))(
+    q, k, of(every), of(qpos), state.m, state.l
+  )
+  np.testing.assert_allclose(sums, mass, atol=queries * CLOSE[dtype] / 4)
+
+
 @pytest.mark.slow
 def test_windows_may_differ_by_head():
   """Each head's output is that of a call in which all heads have its window."""

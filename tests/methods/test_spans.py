@@ -1,5 +1,7 @@
 """Spans of attention maps against loops in float64, and planted structure found again."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.families import retrieval
+from kvjax.methods.ltri import evidence
 from kvjax.methods.ltri import spans as plain
 from kvjax.methods.ltri import vectors as plain_vectors
 from tests.compiled import of
@@ -22,6 +25,8 @@ from tests.slow_spans import (
 
 spans = of(plain)
 vectors = of(plain_vectors)
+AT = kvjax.Full().at(kvjax.Env(1), 0)
+threshold = jax.jit(functools.partial(plain.threshold, AT))
 
 
 def random_maps(seed, count, size):
@@ -50,7 +55,7 @@ def test_worked_example():
 @pytest.mark.parametrize("size", [1, 2, 7, 12])
 def test_scores_candidates_and_suppression(size):
   maps = random_maps(size, 6, size)
-  theta = np.asarray(spans.threshold(maps, 0.8, np.full(6, size)))
+  theta = np.asarray(threshold(maps, 0.8, np.full(6, size)))
   scores = np.asarray(spans.triangle_scores(maps, theta))
   found = jax.tree.map(np.asarray, spans.candidates(scores))
   assert found[0].shape == (6, 2 * size - 1)
@@ -70,9 +75,6 @@ def test_of_equal_scores_the_longest_span_is_the_candidate():
   scores = np.where(np.triu(np.ones((6, 6), bool)), 1.0, -np.inf).astype(np.float32)
   found = zip(*(x.tolist() for x in spans.candidates(jnp.asarray(scores))), strict=True)
   assert list(found) == slow_candidates(scores)
-
-
-AT = kvjax.Full().at(kvjax.Env(1), 0)
 
 
 def divided(maps, quantile, length=None):
@@ -109,7 +111,7 @@ def test_a_block_that_is_not_full():
 @pytest.mark.parametrize("mode", vectors.MODES)
 def test_ratios_and_counts(mode):
   maps = random_maps(5, 10, 16)
-  theta = spans.threshold(maps, 0.9, np.full(10, 16))
+  theta = threshold(maps, 0.9, np.full(10, 16))
   start, stop = map(np.asarray, spans.divide(maps, theta, 0.1, 4))
   ratio = np.asarray(vectors.ratios(maps, start, stop, mode))
   counts = [np.asarray(vectors.vector_counts(stop - start, ratio, 1.0, most)) for most in (6, 16)]
@@ -188,7 +190,7 @@ def test_planted_spans_are_found_again(count):
   rng = np.random.default_rng(0)
   maps, wanted = zip(*(planted(rng) for _ in range(count)), strict=True)
   size = jnp.full(100, 128)
-  divide = jax.jit(lambda a: plain.divide(a, plain.threshold(a, 0.9, size), 0.1, 4))
+  divide = jax.jit(lambda a: plain.divide(a, plain.threshold(AT, a, 0.9, size), 0.1, 4))
   good = 0
   for i in range(0, count, 100):
     start, stop = divide(jnp.asarray(np.stack(maps[i : i + 100])))
@@ -204,3 +206,20 @@ def test_of_equal_scores_the_first_in_any_order():
   early, late, less = ((jnp.float32(s), jnp.int32(i)) for s, i in ((2, 1), (2, 3), (1, 0)))
   for a, b in ((early, late), (late, early), (early, less), (less, early)):
     assert plain._better(a, b) == early
+
+
+def test_a_chunk_in_pieces_has_the_same_maps(monkeypatch):
+  """Ragged rows of five blocks, the last of them not whole: two blocks at a time, or all."""
+  rng = np.random.default_rng(0)
+  q = jnp.asarray(rng.normal(size=(2, 2, 3, 37, 8)), jnp.float32)
+  k = jnp.asarray(rng.normal(size=(2, 2, 37, 8)), jnp.float32)
+  t = np.arange(37)
+  qpos = jnp.asarray(np.where(t < np.array([[37], [20]]), t, -1), jnp.int32)
+  maps = lambda: jax.jit(functools.partial(evidence.chunk_maps, AT, size=8))(q, k, qpos)  # noqa: E731
+  together = maps()
+  monkeypatch.setattr(evidence, "LOGITS", 2 * 12 * 8 * 40 * 2)
+  apart = maps()
+  assert together[0].shape == (2, 2, 3, 5, 8, 8)
+  assert together[2].tolist() == [[8, 8, 8, 8, 5], [8, 8, 4, 0, 0]]
+  for one, other in zip(together, apart, strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)

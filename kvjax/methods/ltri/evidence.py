@@ -11,6 +11,8 @@ from kvjax.methods.ltri import vectors
 from kvjax.methods.ltri.spans import cut, padded
 from kvjax.ops import attention
 
+LOGITS = 1 << 26  # that are held at once
+
 # ---- §3.4: the chunk's spans and the blocks' (Eqs. 8, 9)
 
 
@@ -24,23 +26,33 @@ def chunk_maps(
   """Maps of a chunk's blocks of `size` tokens, votes for its keys (Eq. 6), and real tokens."""
   batch, tokens = qpos.shape
   blocks = -(-tokens // size)
-  whole = blocks * size
+  logits = q.size // q.shape[-1] * blocks * size  # of all queries
+  few = max(1, min(blocks, blocks * LOGITS // logits))  # blocks at a time
+  pieces = -(-blocks // few)
+  whole = pieces * few * size
   q, k, pos = padded(q, 3, whole), padded(k, 2, whole), padded(qpos, 1, whole, -1)
 
-  def of_block(start: Array) -> tuple[Array, Array]:
-    """Attention of one block's queries to the chunk: their map, and their votes for all keys."""
-    mine = jax.lax.dynamic_slice_in_dim(q, start, size, 3)
-    asked = jax.lax.dynamic_slice_in_dim(pos, start, size, 1)[..., None]
+  def of_piece(start: Array) -> tuple[Array, Array]:
+    """Attention of a few blocks' queries to the chunk: their maps, and their votes for all keys."""
+    mine = jax.lax.dynamic_slice_in_dim(q, start, few * size, 3)
+    asked = jax.lax.dynamic_slice_in_dim(pos, start, few * size, 1)[..., None]
     ok = (asked >= 0) & (pos[:, None] >= 0) & (pos[:, None] <= asked)
     x = jnp.where(ok[:, None, None], attention.logits_of(mine, k, at.env.soft_cap), -jnp.inf)
     p = jnp.where(ok[:, None, None], jax.nn.softmax(x, -1, where=ok[:, None, None]), 0)
-    return jax.lax.dynamic_slice_in_dim(p, start, size, 4), p.sum((1, 2, 3))
+    rows = jnp.split(p, few, 3)
+    maps = (jax.lax.dynamic_slice_in_dim(x, start + i * size, size, 4) for i, x in enumerate(rows))
+    return jnp.stack([*maps], 3), p.sum((1, 2, 3))
 
-  starts = jnp.arange(blocks, dtype=jnp.int32) * size
-  maps, votes = jax.lax.map(of_block, starts)
-  votes = at.sum_heads(votes.sum(0)).reshape(batch, blocks, size)
-  length = (pos >= 0).reshape(batch, blocks, -1).sum(-1, dtype=jnp.int32)
-  return jnp.moveaxis(maps, 0, 3), votes, length
+  starts = jnp.arange(pieces, dtype=jnp.int32) * (few * size)
+  if pieces == 1:
+    maps, votes = of_piece(jnp.int32(0))
+  else:
+    maps, votes = jax.lax.map(of_piece, starts)
+    maps = jnp.moveaxis(maps, 0, 3)
+    maps, votes = maps.reshape(*maps.shape[:3], -1, *maps.shape[5:]), votes.sum(0)
+  votes = at.sum_heads(votes).reshape(batch, -1, size)[:, :blocks]
+  length = (pos >= 0).reshape(batch, -1, size).sum(-1, dtype=jnp.int32)[:, :blocks]
+  return maps[:, :, :, :blocks], votes, length
 
 
 def sums_of(

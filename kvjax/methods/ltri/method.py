@@ -18,7 +18,7 @@ from kvjax.core.plan import Attended
 from kvjax.core.traits import Stream, Traits
 from kvjax.families import retrieval
 from kvjax.families.streamed import Streamed
-from kvjax.methods.ltri import evidence, spans, vectors
+from kvjax.methods.ltri import evidence, kernel, spans, vectors
 from kvjax.methods.ltri.vectors import INDICES, MODES
 from kvjax.ops import offload
 from kvjax.primitives.softmax_state import State
@@ -190,7 +190,7 @@ class Ltri(Streamed, moves=("divide",)):
     whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
 
     def divided(maps: Array) -> Array:
-      return vectors.packed(*self.divide(at, cache, maps, None))
+      return vectors.packed(*self.divide(at, cache, maps, jnp.where(whole, self.block, 0)))
 
     if tokens > 1 or offload.on_host():  # a GPU's host would wait for an answer, which costs more
       found = divided(maps)
@@ -213,8 +213,11 @@ class Ltri(Streamed, moves=("divide",)):
     """Starts, stops, numbers of vectors, and r_a of each map's spans, by the layer's settings."""
     rate, overlap = (cache.rows[name][:, None] for name in ("rate", "overlap"))
     every, theta = spans.summed(at, maps, cache.rows["quantile"], length)
-    start, stop = spans.divide(every, theta, overlap, self.spans, length)
-    ratio, size = vectors.ratios(every, start, stop, self.ratio), stop - start
+    found = kernel.divide(at, every, theta, length, overlap, self.spans, self.ratio)
+    if found is None:
+      start, stop = spans.divide(every, theta, overlap, self.spans, length)
+      found = start, stop, vectors.ratios(every, start, stop, self.ratio)
+    (start, stop, ratio), size = found, found[1] - found[0]
     if self.index == "dynamic":
       count = vectors.vector_counts(size, ratio, rate, self.vectors)
     else:

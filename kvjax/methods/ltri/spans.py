@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core.context import At
+from kvjax.methods.ltri import kernel
 from kvjax.primitives import softmax_state
 from kvjax.primitives.softmax_state import State
 
@@ -31,6 +32,7 @@ def maps_of(
 
 
 def threshold(
+  at: At,
   maps: Float[Array, "*batch U U"],
   quantile: float | Float[Array, " *#batch"],
   length: Int[Array, " *batch"],
@@ -39,15 +41,26 @@ def threshold(
 
   Between two values it is interpolated. Maps are not negative.
   """
+  place = quantile * jnp.maximum(length * (length + 1) // 2 - 1, 0)
+  below, above = (x.astype(jnp.int32) for x in (jnp.floor(place), jnp.ceil(place)))
+  found = kernel.ordered(at, maps, length, below, above)
+  low, high = found or _between(maps, length, below, above)
+  return jnp.where(length > 0, low + (high - low) * (place - below), 0)
+
+
+def _between(
+  maps: Float[Array, "*batch U U"],
+  length: Int[Array, " *batch"],
+  place: Int[Array, " *batch"],
+  following: Int[Array, " *batch"],
+) -> tuple[Float[Array, " *batch"], Float[Array, " *batch"]]:
+  """Entries `place` and `following`, the same or the next, of each map's triangle in order."""
   token = np.arange(maps.shape[-1])
   inside = (token <= token[:, None]) & (token[:, None] < length[..., None, None])
   values = jnp.where(inside, maps, jnp.inf).reshape(*maps.shape[:-2], -1)
-  place = quantile * jnp.maximum(length * (length + 1) // 2 - 1, 0)
-  below = jnp.floor(place).astype(jnp.int32)
-  low = _ordered(values, below)
-  more = (values <= low[..., None]).sum(-1) > jnp.ceil(place).astype(jnp.int32)
-  high = jnp.where(more, low, jnp.where(values > low[..., None], values, jnp.inf).min(-1))
-  return jnp.where(length > 0, low + (high - low) * (place - below), 0)
+  low = _ordered(values, place)
+  more = (values <= low[..., None]).sum(-1) > following
+  return low, jnp.where(more, low, jnp.where(values > low[..., None], values, jnp.inf).min(-1))
 
 
 def _ordered(
@@ -158,7 +171,7 @@ def summed(
   """Σ_h A_h and Σ_h θ_h, each head with a threshold of its own: Σ_h (A_h − θ_h) of Eq. 5."""
   length = jnp.full(maps.shape[3], maps.shape[-1], jnp.int32) if length is None else length
   length = jnp.broadcast_to(jnp.expand_dims(length, (-3, -2)), maps.shape[:4])
-  theta = threshold(maps, quantile[:, None, None, None], length)
+  theta = threshold(at, maps, quantile[:, None, None, None], length)
   return at.sum_heads(maps.sum((1, 2))), at.sum_heads(theta.sum((1, 2)))
 
 

@@ -1,0 +1,1 @@
+"""Ltri-LLM: division of attention maps into spans."""

@@ -181,7 +181,8 @@ def _ratio(map_ref: Any, row: Any, start: Array, stop: Array, mode: str) -> Arra
   own, other = lax.fori_loop(start // FEW, pl.cdiv(end, FEW), add, (none, none))
   own, other = own.sum(axis=0), other.sum(axis=0)
   every = own + other
-  return jnp.where(every > 0, own / jnp.where(every > 0, every, 1.0), 1.0)
+  share = own / jnp.where(every > 0, every, 1.0)
+  return jnp.where(every > 0, jnp.minimum(share, 1.0), 1.0)
 
 
 def divide(

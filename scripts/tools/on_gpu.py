@@ -201,14 +201,15 @@ COPIED = "scripts/results/nvidia-h100-80gb-hbm3/real/heads.json"  # ranked by wh
 
 def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltri_heads.json"):
   """Needles at the paper's 6,272 tokens; parts of one folder answer the same samples."""
-  how = f"--length {length} --samples 50 --batch 5 {BUDGET} --heads {heads}"
+  samples = 100 if length < 1 << 17 else 30
+  how = f"--length {length} --samples {samples} --batch 5 {BUDGET} --heads {heads}"
   where = f"{{out}}/ltri_{part} --checkpoint {{checkpoint}}"
   return Step(f"scripts.studies.needle_recall {where} {how} --methods {names}", limit)
 
 
-WHOLE = 'ltri "ltri, by rank, top\'s blocks"'
+WHOLE = 'ltri "ltri, by rank, top\'s blocks" infllm'
 REPAIRS = "'ltri, votes by rank' \"ltri, top layer's blocks\" 'ltri, static vectors'"
-BESIDE = "infllm 'ltri, no voting' 'ltri, not persistent' streaming_llm full"
+BESIDE = "'ltri, no voting' 'ltri, not persistent' streaming_llm full"
 LTRI = {
   "ltri_heads": Step(
     "kvjax.programs.retrieval_heads {out}/ltri_heads.json --checkpoint {checkpoint} "
@@ -220,8 +221,8 @@ LTRI = {
     f"--samples 20 --length 8192 {BUDGET}",
     200,
   ),
-  **{f"ltri_{k}K": ltri(f"{k}K", k << 10, 300, WHOLE) for k in (32, 16)},
-  **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE) for k in (32, 16)},
+  **{f"ltri_{k}K": ltri(f"{k}K", k << 10, 540, WHOLE) for k in (16, 32, 64, 128)},
+  **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE) for k in (16, 32, 64)},
   **{f"ltri_{k}K_repairs": ltri(f"{k}K", k << 10, 540, REPAIRS) for k in (32, 16)},
   **{f"ltri_{k}K_copied": ltri(f"{k}K_copied", k << 10, 300, "ltri", COPIED) for k in (32, 16)},
 }

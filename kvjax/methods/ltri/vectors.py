@@ -46,7 +46,8 @@ def ratios(
     every = every + total(held, earlier)
   if mode in ("col", "rowcol"):
     every = every + total(later, held)
-  return jnp.where(every > 0, own / jnp.where(every > 0, every, 1), 1.0)
+  share = own / jnp.where(every > 0, every, 1)
+  return jnp.where(every > 0, jnp.minimum(share, 1), 1.0)  # x / x of a GPU may be above 1
 
 
 def vector_counts(

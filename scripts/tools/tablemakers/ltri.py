@@ -16,18 +16,21 @@ MAPS = 32  # that a case of `spans` divides
 
 
 def stream(results: Results) -> Part:
-  case = results.bench("offload")["whole stream"]
-  rates = case["tokens a second to each mark"][1:]
-  parts = case["vectors, GiB"], case["copies, GiB"]
-  rows = {
-    "tokens a second, from 100K tokens on": cells.span(rates, "{:,.0f}"),
-    "device memory in use after every call": f"{cells.span(case['in use, GiB'], '{:.3f}')} GiB",
-    "of which index vectors, copied blocks": say("{:.3f} GiB, {:.3f} GiB", *parts),
-    "host memory": say("{:.1f} GiB", case["host, GiB"]),
-    "a token at 100K": case["token at 100K"],
-    "a token at 1024K": case["token at 1024K"],
-  }
-  return pd.Series(rows, name="one H200").rename_axis("1,048,576 tokens").to_frame()
+  """The first marks of a run, in which programs are loaded, do not count."""
+  columns = {}
+  for suite, label in (("offload", "1,048,576 tokens"), ("offload_128K", "131,072 tokens, since")):
+    case = results.bench(suite)["whole stream"]
+    rates = case["tokens a second to each mark"][1:]
+    parts = case["vectors, GiB"], case["copies, GiB"]
+    columns[label] = {
+      "tokens a second, from 100K tokens on": cells.span(rates, "{:,.0f}"),
+      "device memory in use after every call": f"{cells.span(case['in use, GiB'], '{:.3f}')} GiB",
+      "of which index vectors, copied blocks": say("{:.3f} GiB, {:.3f} GiB", *parts),
+      "host memory": say("{:.1f} GiB", case["host, GiB"]),
+      "a token at 100K": case["token at 100K"],
+      "a token at 1024K": case.get("token at 1024K"),
+    }
+  return pd.DataFrame(columns).rename_axis("one H200")
 
 
 def parts(results: Results) -> Part:
@@ -97,6 +100,17 @@ def apart(results: Results, folder: str) -> Part:
     row = {"`ltri` alone": first, "this one alone": second, "p": f"{p:.1e}"}
     rows[cells.method(name)] = row
   return pd.DataFrame.from_dict(rows, "index").rename_axis("beside `ltri`")
+
+
+def lost(results: Results, folder: str) -> Part:
+  """Wrong answers, by how much of the needle the top layer retrieved for the question."""
+  rows = {}
+  for name, found in results.json(f"{folder}/needles.json")["answers"].items():
+    wrong = [x["asked"][-1] for x in found.values() if x["asked"] and not x["right"]]
+    held = pd.cut(pd.Series(wrong, dtype=float), [-1, 0, 0.999, 1]).value_counts(sort=False)
+    rows[cells.method(name)] = [len(wrong), *held.tolist()]
+  columns = ["wrong", "no block of it", "a part", "all of it"]
+  return pd.DataFrame.from_dict(rows, "index", columns=columns).rename_axis("method")
 
 
 def _right(found: Record, listed: Iterable[str]) -> str:

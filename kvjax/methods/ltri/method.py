@@ -56,8 +56,8 @@ class Ltri(Streamed, moves=("divide",)):
   decay" among its settings is that of InfLLM's replacement of device copies, no part of votes; the
   spans of a chunk's queries come from probabilities over the chunk alone, since what is retrieved
   is not yet known; spans that would have more than M vectors share them in proportion; voting by
-  rank, `from_top` and `beside` are additions; `quantile` and `overlap` are typical values, those that the
-  authors' search found for one model are in their Tabs. 6 and 7.
+  rank, `from_top` and `beside` are additions; `quantile` and `overlap` are typical values, those
+  that the authors' search found for one model are in their Tabs. 6 and 7.
 
   >>> import kvjax
   >>> spec = kvjax.CacheSpec(

@@ -69,7 +69,7 @@ def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.rest
 @over((2, 4), (1, 2), (1, 4), (1, 8), *[(2, 2)] * (jax.device_count() == 4))
 @one_of(SPREAD, "quest", "cpe")

@@ -194,8 +194,8 @@ BASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.rest(5)
-@pytest.mark.core(1)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: type(base).__name__)
 @pytest.mark.parametrize(
   "kwargs",

@@ -60,7 +60,7 @@ def drawn_places(name, tile, first, shape, slots, used):
   return moved
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHERE)
 def test_lengths_of_each_head_against_a_loop(name):
   """Lengths too short, too long and unknown; slots after the last one hold NaN."""

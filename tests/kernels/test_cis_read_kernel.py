@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_same_steps_as_the_reference(name):
   """Both from the same cache at every step; the kernel's goes on. One row is idle now and then."""
@@ -119,6 +119,7 @@ def test_the_heaviest_and_their_attention():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "slots", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1500))]
 )
@@ -145,6 +146,7 @@ def test_rows_that_share_look_at_no_other_key():
   assert (np.asarray(count) == 7).all() and np.isfinite(out).all()
 
 
+@pytest.mark.slow
 def test_nan_leaves_the_notes_alone():
   """A row whose attention is NaN says so; its block stays as it was, as by the reference."""
   method, stream = CASES["ragged"][0], wandering(3, tokens=6, kv_heads=3, groups=1)
@@ -200,6 +202,7 @@ def test_attention_of_ones_own_beneath_the_launch(over):
 ROWS = CacheSpec(1, 64, 3, 1, 16, 8)
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   ("method", "changes", "launches"),
   [

@@ -120,6 +120,7 @@ STAY = {"and", "eq", "is_finite", "not", "reduce_and", "select_n"}
 LAST = dict.fromkeys(("longflow", "art, known lengths", "art, in a prompt's order"), STAY)
 
 
+@pytest.mark.core(8)
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_stands_between_the_launches(name):
   """A launch between two kernels takes 2 µs, where a layer takes 130."""

@@ -271,7 +271,7 @@ def taken(method, impl, capacity=64, poisoned=None, steps=6):
   return outs, layer.cache
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("base", BASES)
 def test_steps_equal_the_references(base, bits):

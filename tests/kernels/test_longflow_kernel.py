@@ -168,7 +168,7 @@ def test_a_move_of_ones_own_has_logits(move, monkeypatch):
   assert (seen[0][1].logits is not None) == bool(move)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("per", ["kv_head", "layer", "kv_head, two launches"])
 def test_same_victims_as_the_reference_over_a_run(per, monkeypatch):
   """Both implementations from the same cache at every step; the kernels' cache goes on."""

@@ -150,6 +150,7 @@ def test_what_is_refused_does_not_fit():
   assert shared < compile_kernel(kernel, 86).shared <= config.least_shared("attend_span", **shape)
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("call", "name"),
   [
@@ -236,6 +237,7 @@ def test_a_step_lowers(name, monkeypatch):
   assert lower(step, *arguments)
 
 
+@pytest.mark.slow
 def test_a_step_of_many_rows_lowers(monkeypatch):
   monkeypatch.setattr(backend, "interpreted", lambda interpret=None: False)
   step, arguments = steps.decode_step(steps.CASES["cpe"], spec=steps.MANY)

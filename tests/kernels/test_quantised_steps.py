@@ -90,6 +90,7 @@ def test_statistics_of_logits_over_codes(base, bits):
     np.testing.assert_allclose(cache.slots[name], x, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_no_launch_takes_keys_made_for_it(monkeypatch):
   """Under "auto": attention reads codes, and the newest page's extremes are not a kernel's work."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -121,7 +122,7 @@ def test_tables_over_codes_write_no_logits():
     taken(method, Stream.random(5), "pallas", layer=1, steps=1)
 
 
-@pytest.mark.core(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", [{"bits": 2}, {"group": 8}])
 @pytest.mark.parametrize(
   ("base", "operation"),

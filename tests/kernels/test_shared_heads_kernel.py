@@ -19,7 +19,7 @@ def dealt(tiles: list[int], programs: int, monkeypatch) -> list[list[split_k.Pie
   return found
 
 
-@pytest.mark.core(3)
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("tiles", "programs"),
   [

@@ -17,9 +17,8 @@ BY_FAMILY = {
   *("the_repository_setting", "idle_rows_stay_untouched", "nan_in_empty_slots_never_leaks"),
   "rows_enter_and_leave_a_live_batch",
 }
-# Of programs that no other law has: the core asks one method that caches and one that streams.
+# Of programs that no other law has: the core asks one method.
 ALONE = {"heads_sharded_over_two_devices", "nan_raises_when_asked", "dtypes_hold_under_x64"}
-TWO = {"full", "infllm"}
 # Of the same two programs: what each method keeps is in its own file, against an oracle.
 OF_A_RUN = {
   *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
@@ -32,15 +31,15 @@ IN_THE_REST = {
   "pallas_equals_reference_in_a_layer": {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
-    "duo_attention",
+    *("duo_attention", "streaming_llm", "adakv"),
     *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
     *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2"),
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),
   **{law: METHODS.keys() - FAMILIES for law in (*FIRST, *OF_A_RUN, *BY_FAMILY)},
-  **{law: METHODS.keys() - TWO for law in ALONE},
-  "heads_sharded_over_two_devices": METHODS.keys() - {"tova", *TWO},  # which acts on all heads
+  **{law: METHODS.keys() - {"full"} for law in ALONE},
+  "heads_sharded_over_two_devices": METHODS.keys() - {"full", "tova"},  # which acts on all heads
 }
 
 

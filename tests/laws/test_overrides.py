@@ -494,7 +494,7 @@ def kernels_for_auto(monkeypatch):
   assert table.choose("enter_token", "auto") == "pallas"
 
 
-@pytest.mark.core(6)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("case", TABLE)
 def test_an_override_means_the_same_under_every_implementation(case, monkeypatch):
   told = case.prompt, case.steps

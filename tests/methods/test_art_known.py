@@ -42,7 +42,7 @@ def first_lengths(layer, stream, at, method, order):
       assert near < 1e-5 or found[b, h] == wanted
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", SETTINGS, ids=str)
 def test_known_lengths_against_a_loop(kwargs, impl):

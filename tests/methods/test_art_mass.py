@@ -94,7 +94,7 @@ def begins(order, sinks, prompt):
   return [*first, *(t for t in [*decoded, last] if t not in first)]
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
 @pytest.mark.parametrize("kwargs", RANKED, ids=str)
 def test_tiles_in_a_prompts_order_against_a_loop(kwargs, impl):

@@ -119,7 +119,7 @@ def by_index(cls):
   return dataclasses.dataclass(frozen=True)(own)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["project", "previous"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_nothing_is_gathered_or_scattered(rows, kv):

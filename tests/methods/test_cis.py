@@ -113,7 +113,7 @@ def test_flat_and_peaked_weights(scale):
   follow(CIS(k=9, sinks=2, local=4, block=5), wandering(2, tokens=60), [25, 3], 30, scale)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "never", [{"tau": 1.0}, {"tau": 2.0}, {"block": 1}, {"tau": 1.0, "per": "query_head"}]
 )

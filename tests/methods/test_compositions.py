@@ -24,7 +24,7 @@ def test_what_does_not_go_together_says_why(name):
     assert re.search(REASONS, str(error.value)), error.value
 
 
-@pytest.mark.core(2)
+@pytest.mark.slow
 @pytest.mark.rest
 @pytest.mark.parametrize(("name", "base"), PAIRS)
 def test_what_goes_together_runs(name, base):

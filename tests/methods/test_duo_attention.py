@@ -45,7 +45,7 @@ def test_worked_example():
   assert layer.cache.heads["apart"]["k"].shape == (2, 1, 3, 16)
 
 
-@pytest.mark.core(2)
+@pytest.mark.core(1)
 @pytest.mark.parametrize("index", range(4))
 def test_prompt_then_long_decode(index):
   """Layers with both kinds, with streaming heads alone, with retrieval heads alone."""

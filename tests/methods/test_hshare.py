@@ -98,7 +98,7 @@ def test_greedy_against_a_loop(seed):
     assert row.tolist() == greedy([[set(x.tolist())] for x in members], 0.4)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("m", "lengths"),
   [

@@ -34,6 +34,7 @@ def test_worked_example(cap):
   np.testing.assert_allclose(found[0, 0], [3 / 5, 2 / 5], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "chunk", [12, pytest.param(32, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
 )

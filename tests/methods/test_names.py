@@ -98,6 +98,7 @@ def declared(source: str) -> set[str]:
   return {name for node in made for name in strings(node.args[0])}
 
 
+@pytest.mark.slow
 def test_who_names_an_operation_imports_its_declaration():
   """By way of others too: modules come one by one, and what nobody has declared cannot run."""
   modules, graph = house.modules(), house.imported()

@@ -92,7 +92,7 @@ def test_worked_example():
   assert held(layer.cache, 0, 0) == [1, 3, 4, 5, 6]
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("method", "cap"),
   [

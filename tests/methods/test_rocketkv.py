@@ -64,7 +64,7 @@ def test_pages_are_roots_rounded_up_unless_that_exceeds_the_ratio():
       assert RocketKV(budget, base=Full())._page(slots) == want, (slots, budget)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget", "size", "cap"), [(6, 25, None), (7, 12, 0.7), (4, 38, None)])
 def test_a_generation(budget, size, cap):
   """Every slot after the selected ones is used again; one row starts below the base's budget."""

@@ -77,6 +77,7 @@ def test_a_later_chunk(impl):
   np.testing.assert_allclose(out[1, :, :, :4], want[1, :, :, 16:20], atol=CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "base",
   [

@@ -51,6 +51,7 @@ def test_writers_of_one_path_have_their_own(tmp_path):
   assert names(tmp_path) == ["x.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_folder_that_is_swept_before_its_writer_locks_it(tmp_path, monkeypatch, locked):
   """A sweep finds the folder unlocked, and removes it while its writer waits or before it looks."""

@@ -112,6 +112,7 @@ def check_each(asked, answers, numbers, together):
       assert got.end == want.end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_lost_or_mixed(together):
   asked, answers = run(40, 0, together)
@@ -162,6 +163,7 @@ def test_prompts_are_read_ahead_of_rows_with_the_next_of_their_width(monkeypatch
   assert live_bytes() <= held  # the readings' caches are gone
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("name", "chunk"), [("full", None), ("full", 8), ("infllm", None), ("ltri", None)]
 )
@@ -200,6 +202,7 @@ def test_one_reading_at_a_time_has_caches(monkeypatch):
   assert second < first + of_caches / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 4])
 def test_a_request_that_fails_hurts_no_other(monkeypatch, together):
   """Nor one that it is read with."""

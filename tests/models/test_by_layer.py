@@ -34,7 +34,7 @@ STREAMED = {"init_tokens": 2, "local": 8, "block": 4, "retrieved": 2, "chunk": 8
 HEADS = tuple((layer, layer % 6, layer / 10) for layer in (2, 3, 5, 6, 8))
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_all_layers_at_once(name):
   method, programs = PROGRAMS[name]

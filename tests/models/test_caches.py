@@ -76,7 +76,7 @@ def files_of(path):
 
 
 @pytest.mark.kin
-@pytest.mark.core(3)
+@pytest.mark.core(1)
 @pytest.mark.rest
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", kvjax.METHODS)
@@ -172,6 +172,7 @@ def test_other_versions_are_refused(saved, tmp_path):
     restore(tmp_path / "x.npz", FULL, spec)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's threads
 def test_damage_anywhere_is_refused_in_one_line(saved):
   """A byte changed, the end cut off, a file gone: the same numbers, or an error by name."""
@@ -253,6 +254,7 @@ def test_windows_of_another_model_are_refused(tmp_path):
       restore(path, method, other)
 
 
+@pytest.mark.slow
 def test_two_who_save_to_one_path(saved, tmp_path):
   """The folder is the one's or the other's: one after the other."""
   path, logits, caches, spec = saved

@@ -216,6 +216,7 @@ REACHING = [
 ]
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize(
   ("source", "limits", "message"),
   [

@@ -46,7 +46,7 @@ def on_a_mesh():
   return parallel.shard(model(), mesh_of(2, 1))
 
 
-@pytest.mark.core(1)  # one device and one call
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("made", "how"), [(model, {}), (on_a_mesh, DREW), (model, DREW), (on_a_device, {})]
 )

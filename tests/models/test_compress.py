@@ -56,7 +56,7 @@ def check_alike(found, want):
       np.testing.assert_allclose(x, y, atol=1e-5)
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_what_it_keeps_of_a_prompt_that_it_reads(method, monkeypatch):
   """And then both say the same; bytes are those of the method; the full caches are left alone.

@@ -183,6 +183,7 @@ def test_no_such_file(tmp_path):
 # ---- written aside, renamed last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", items.KINDS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monkeypatch, error, to):

@@ -66,7 +66,7 @@ def oracle(made, config, x):
   return out
 
 
-@pytest.mark.core(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biased"])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 37, 130])
 def test_few_and_many_tokens_equal_the_oracle(config, tokens, monkeypatch):

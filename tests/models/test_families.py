@@ -79,7 +79,7 @@ def test_goldens_tell_ropes_apart():
     assert np.abs(want[name] - plain).max() > 1000 * PARITY
 
 
-@pytest.mark.core(5)
+@pytest.mark.core(2)
 @pytest.mark.parametrize("name", dict.fromkeys([*FAMILIES, *SLIDING]))
 def test_decoding_equals_the_goldens(name):
   """A prompt, then step by step to the end of the longer row; the shorter one ends on the way."""
@@ -271,7 +271,7 @@ def gguf_entries(config):
   return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "without"),
   [

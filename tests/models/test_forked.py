@@ -137,6 +137,7 @@ def test_branches_do_not_touch_each_other():
   assert ill.cache.used.tolist() == [3, 3, 3, 0, 3, 3]
 
 
+@pytest.mark.slow
 def test_a_branch_without_room_raises_where_it_is_asked():
   """Under check_nan, by row: the context's tokens count in no other."""
   layer, _ = forked_layer(Stream.random(2), 2, "reference")

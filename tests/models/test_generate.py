@@ -143,6 +143,7 @@ def test_logits_of_which_nothing_can_be_chosen(ill):
   generate(model(), given, caches, FULL, steps=2, live=[True, False])  # nothing had run
 
 
+@pytest.mark.slow
 def test_an_overflow_in_float16_says_what_to_do():
   config = dataclasses.replace(CONFIG, layers=1)
   narrow = Transformer(config, dtype=jnp.float16, impl="reference", rngs=nnx.Rngs(0))
@@ -646,6 +647,7 @@ def test_chunks_compile_once_per_doubling():
   assert reading._cache_size() == 5  # an empty cache, and bounds of 8, 16, 32 and 64
 
 
+@pytest.mark.slow
 def test_chunks_tell_the_method_the_whole_length():
   seen = []
 
@@ -738,6 +740,7 @@ def test_widths_are_few_and_close():
   assert prompts._width(40, np.array([48, 44])) == 48 and prompts._width(50, np.array([48])) == 50
 
 
+@pytest.mark.slow
 def test_programs_are_dropped_where_they_are_many(monkeypatch):
   monkeypatch.setattr(by_layer, "MOST_PROGRAMS", 0)
   logits, caches = start()

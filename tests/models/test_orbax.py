@@ -35,6 +35,7 @@ def copy(folders, tmp_path):
   return shutil.copytree(folders["orbax"], tmp_path / "copy")
 
 
+@pytest.mark.core(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2), (2, 2)])
 def test_both_kinds_load_alike(folders, mesh, dtype):

@@ -96,6 +96,7 @@ def of_context(most, limited=False):
   return decoder
 
 
+@pytest.mark.slow
 def test_a_row_that_outgrows_what_the_model_was_trained_for_is_told():
   """By a prompt and by steps; up to the last token nothing is said, nor of an endless method."""
   for most, method, told in ((22, FULL, True), (23, FULL, False), (22, WINDOW, False)):

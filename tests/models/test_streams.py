@@ -65,6 +65,7 @@ def go_on(logits, caches, method):
   return generate(MODEL, logits, caches, method, steps=9)[0].last
 
 
+@pytest.mark.slow
 def test_parts_of_any_size_give_the_same_chunks_and_bits(method, small):
   """One call, many, and `prefill`: rows of other lengths, at other places in each part."""
   want = jax.tree.map(np.asarray, fed(whole(method), [(TOKENS, LENGTHS)]).finish(room=9))
@@ -75,6 +76,7 @@ def test_parts_of_any_size_give_the_same_chunks_and_bits(method, small):
     np.testing.assert_array_equal(go_on(*found, method), last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [50, 1 << 17])
 def test_a_store_that_grows_or_not_gives_the_bits_of_prefill(method, first, monkeypatch):
   monkeypatch.setattr(streams, "FIRST", first)
@@ -158,6 +160,7 @@ def test_an_error_of_a_callback_leaves_usable_caches(method):
   chex.assert_trees_all_equal(stream.finish(), want)
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_kept_goes_on_with_the_same_bits(method, small, tmp_path):
   """Kept at several places, before and after its store grew, with rows at different places."""
   want = fed(whole(method), [(TOKENS, LENGTHS)]).finish()

@@ -211,6 +211,7 @@ def test_generate_fork_save_and_restore(tmp_path):
   np.testing.assert_array_equal(got.tokens, want.tokens[[1, 1]])
 
 
+@pytest.mark.slow
 def test_room():
   """What does not end bounds it: the full layers, or a ring that is smaller than its window."""
   _, caches = start(kvjax.Full())

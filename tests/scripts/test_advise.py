@@ -266,6 +266,7 @@ TOLD = (
 )
 
 
+@pytest.mark.core(2)
 @pytest.mark.parametrize(
   ("memory", "told", "want"),
   [

@@ -174,7 +174,7 @@ with common.one_line_errors():
 """
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("lines", "reader", "says"),
   [(100_000, "(read first; echo $first)", ""), (1, "cat", "error: [Errno 32] another pipe")],

@@ -29,6 +29,7 @@ NAMES = {
 }
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs(name, monkeypatch):
   """Models of the examples are random; the default one here, too, which is not fetched."""

@@ -544,6 +544,7 @@ def test_placed_keys_go_through_their_places_in_any_order():
     assert {int(3 * row.about["depth"] / 1.0001) for row in rows[:3]} == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_long_lists_repeat_more():
   """From 4,096 tokens on RULER repeats words 30 and 3 times, and shows a longer example."""
   common_in_the_text(make("cwe", length=4096), 30, 3, (40, 10, 3))
@@ -581,6 +582,7 @@ def test_essays_have_an_empty_part_beside_a_needle_at_an_end():
   assert text(["x"], [0.49]) == " x A. B."
 
 
+@pytest.mark.slow
 def test_words_that_are_counted_are_those_of_ruler():
   """All 8,166 of wonderwords, two in one and all; the example's are drawn apart."""
   first, _ = haystack.vocabulary()

@@ -124,6 +124,7 @@ def test_a_row_says_all_there_is_to_know(loaded, finished):
   assert len(prompts) == SAMPLES and all(len(text) == 16 for text in prompts)
 
 
+@pytest.mark.slow
 def test_measured_bytes_are_those_of_the_arrays(loaded, finished):
   """Keys and values in float32 and an int32 position per slot, and two counters per layer."""
   model = loaded[0]
@@ -150,6 +151,7 @@ def test_answers_do_not_depend_on_the_batch(loaded, finished, tmp_path):
       assert (row["answer"], row["score"]) == (other["answer"], other["score"])
 
 
+@pytest.mark.slow
 def test_the_full_cache_does_not_care_when_the_question_comes(finished):
   """Aware and agnostic read the same tokens; a compressed cache has lost what it did not expect."""
   rows = by_key(finished[1])
@@ -776,7 +778,7 @@ def questions(folder, **changed):
   return "--data", str(folder), "--lengths", "300"
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("changed", "what"),
   [({"question": "What is 1 + 2?"}, "prompt"), ({"answer": "#### 3"}, "data")],
@@ -822,6 +824,7 @@ kvjax.settings.register(Mine, example=lambda cls, budget: cls(budget=budget))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "edited",
   ["own_helper", *(pytest.param(x, marks=pytest.mark.slow) for x in ("own_method", "base"))],

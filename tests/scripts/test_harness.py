@@ -123,6 +123,7 @@ def test_rolling_windows(loaded):
   assert adapter(loaded).loglikelihood_rolling([request("")]) == [0]
 
 
+@pytest.mark.slow
 def test_long_contexts_lose_their_beginning(loaded):
   lm = adapter(loaded, max_length=20)
   ((value, _),) = lm.loglikelihood([request("x" * 50 + TEXTS[0], " end")])
@@ -133,6 +134,7 @@ def test_long_contexts_lose_their_beginning(loaded):
     lm.loglikelihood([request("x", "y" * 21)])
 
 
+@pytest.mark.slow
 def test_answers_end_where_they_should(loaded):
   """Stop strings end an answer; a request's own settings hold for it alone."""
   lm = adapter(loaded, max_new_tokens=12)

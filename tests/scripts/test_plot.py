@@ -208,6 +208,7 @@ def test_budgets_have_the_name_that_fits_all_lengths():
   assert names == ["", *(f"budget {n}" for n in ("1/2", "1/8", "1/16", "0.1 of it", "333", "64"))]
 
 
+@pytest.mark.slow
 def test_panels_are_as_wide_beside_a_long_legend_and_titles_apart():
   """Fifty methods of long names: no title reaches into the next."""
   rows = [row("vt", "full", None, i, 1.0, length) for length in (1024, 2048) for i in range(2)]

@@ -263,6 +263,7 @@ def test_families_are_what_classes_declare():
 # ---- the picture
 
 
+@pytest.mark.slow
 def test_score_by_cost_by_hand(board, folder):
   """Every point is where its cost and score are, with its interval; what leads has its name."""
   found = costs.boards(standings(rows(), 0.5), costs.read(folder))

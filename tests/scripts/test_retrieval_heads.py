@@ -78,6 +78,7 @@ def test_the_best_of_every_layer(tmp_path):
     read_heads(path)
 
 
+@pytest.mark.slow
 def test_a_pattern_is_written_and_loaded(tmp_path, monkeypatch):
   """Six query heads of two key/value heads: the best of three each; half of four gates stream."""
   found = np.array([[0.1, 0.2, 0.0, 0.9, 0.3, 0.0], [0.0, 0.05, 0.5, 0.1, 0.1, 0.15]])

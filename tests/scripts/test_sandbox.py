@@ -46,6 +46,7 @@ def passes(program, head="", check=CHECK):
 # ---- verdicts
 
 
+@pytest.mark.core(6)
 @pytest.mark.parametrize(
   ("program", "right"),
   [

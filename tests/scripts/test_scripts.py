@@ -113,6 +113,7 @@ def test_the_demo_compares_five():
   assert demo.choose(demo.Args().methods) == DEMO
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "names", [pytest.param(FEW, id="few"), pytest.param(DEMO, marks=pytest.mark.slow, id="all")]
 )
@@ -268,6 +269,7 @@ def test_programs_are_dropped_before_they_are_too_many(monkeypatch, tmp_path):
 # ---- record, and what the programs share
 
 
+@pytest.mark.slow
 def test_record_reports_what_attention_is_given(tiny, tmp_path):
   """Attention over the recorded arrays, done by hand, is the layer's output."""
   model, tokenizer = tiny

@@ -147,6 +147,7 @@ class Bytes:
     return [len(word) % 20 for word in text.split()]
 
 
+@pytest.mark.slow
 def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
   calls = []
 

@@ -76,6 +76,8 @@ class Method:
   placement: ClassVar[insertion.Placement | forms.Void] = insertion.Placement.APPEND
   attention: ClassVar[str | forms.Void] = "attend_span"
   _covers: ClassVar[bool | forms.Void] = True  # `span`, of the window and of what leaves
+  # Slots that `keep` leaves alone in rows without new tokens, so that nobody chooses between rows.
+  _spares: ClassVar[tuple[str, ...] | forms.Void] = ()
 
   @property
   def traits(self) -> Traits:
@@ -349,9 +351,11 @@ class Method:
     if at.env.check_nan:
       rows = entrance.with_room(at, cache, rows, prompt.valid)
       rows = checked_rows(at, attended.state.o, cache, rows)
-    kept = slots.choose_rows(rows, kept, cache)
+    chosen = slots.choose_rows(rows, kept, cache)
+    if at.top._spares and not at.env.check_nan:
+      chosen = chosen.put(slots={name: kept.slots[name] for name in at.top._spares})
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-    return out, kept, carry, lse_of(at, attended)
+    return out, chosen, carry, lse_of(at, attended)
 
   def attend_prompt(
     self, at: At, staged: slots.Slots, q: Array, qpos: Int[Array, "B A"], prompt: Prompt

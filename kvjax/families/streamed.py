@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   chunk: int = least(1, 512)
   held: int = 32
   inject: int = least(0, 0)
+  _spares: ClassVar[Any] = ("k", "v")
 
   def __post_init__(self):
     retrieved = self.retrieved
@@ -258,12 +259,12 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Softmax over near and retrieved tokens together."""
     far = {name: staged[f"far_{name}"] for name in ("k", "v", "pos")}
     near = {name: staged[name] for name in ("k", "v", "pos")}
-    past = [near["pos"].shape[2] - q.shape[3], far["pos"].shape[2]]  # what the chunk comes after
-    if forms.overrides(at.top, "stage", Streamed):
-      past = [0, 0]
+    sizes = near["pos"].shape[2] - q.shape[3], far["pos"].shape[2]
+    # All of the chunk sees what is staged before it, unless somebody else staged.
+    before, retrieved = (0, 0) if forms.overrides(at.top, "stage", Streamed) else sizes
     state = softmax_state.merge(
-      prefill.attend_anywhere(at, near, q, qpos, past[0]),
-      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos, past[1]),
+      prefill.attend_anywhere(at, near, q, qpos, before),
+      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos, retrieved),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -286,9 +287,20 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     slot = jnp.arange(cache.size, dtype=jnp.int32)
     source = jnp.where(fresh, cache.size + pos - cache.seen[:, None], slot)
     source = jnp.broadcast_to(source[:, None], cache.pos.shape)
-    held = {name: slots.take(near[name], source) for name in cache.slots if name != "pos"}
+    changed = [name for name in cache.slots if name not in ("pos", *Streamed._spares)]
+    held = {name: slots.take(near[name], source) for name in changed}
     held["pos"] = jnp.where(fresh[:, None], pos[:, None], cache.pos)
+    held |= self._written(cache, new, end)
     return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, cache.size)})
+
+  def _written(self, cache: Cache, new: slots.Slots, end: Int[Array, " B"]) -> slots.Slots:
+    """Keys and values with those of a chunk of which `end` is the end, in place: the last ones."""
+    at = cache.seen[:, None] + jnp.arange(new["k"].shape[2], dtype=jnp.int32)
+    ring = cache.size - self.init_tokens
+    stays = (at < end[:, None]) & ((at < self.init_tokens) | (at >= end[:, None] - ring))
+    slot = jnp.where(stays, self._slot_of(at, cache.size), cache.size)
+    slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], slot.shape[1]))
+    return {name: slots.put(cache.slots[name], slot, new[name]) for name in Streamed._spares}
 
   def _evict(
     self,

@@ -46,6 +46,7 @@ class Wrapper(Method):
   placement: ClassVar[Any] = of_base("placement")
   attention: ClassVar[Any] = of_base("attention")
   _covers: ClassVar[Any] = of_base("_covers")
+  _spares: ClassVar[Any] = of_base("_spares")
   base: Method = dataclasses.field(default_factory=Full)
 
   def __post_init__(self):

@@ -36,6 +36,7 @@ from kvjax import (
   Env,
   Full,
   HShare,
+  InfLLM,
   InfLLMv2,
   LongFlow,
   Method,
@@ -251,6 +252,10 @@ def by_second_channel(self, at, cache, q, visible):
 
 
 def no_summary(self, cache, start, tokens):
+  return cache
+
+
+def keeps_nothing(self, at, cache, turn, new):
   return cache
 
 
@@ -689,6 +694,10 @@ INSERTS = {"insert": twice_v}
     (named(Quest, score=by_first_channel)(16), "_renewal", Extremes(16)),
     (named(Quest, summarise=no_summary)(16), "_renewal", Void(("summarise",))),
     (named(Quest, summarise=no_summary)(16), "_scored", Pages("mean")),
+    # of rows that a prompt leaves alone
+    (InfLLM(), "_spares", ("k", "v")),
+    (Through(InfLLM()), "_spares", ("k", "v")),
+    (named(InfLLM, keep=keeps_nothing)(), "_spares", Void(("keep",))),
     # of a span, which is a declaration itself
     (StreamingLLM(8, 1), "_covers", True),
     (Quantised(StreamingLLM(8, 1)), "_covers", True),

@@ -11,7 +11,7 @@ from kvjax.methods.ltri import vectors
 from kvjax.methods.ltri.spans import cut, padded
 from kvjax.ops import attention
 
-LOGITS = 1 << 26  # that are held at once
+LOGITS = 1 << 26  # of a chunk's queries and keys, that are held at once
 
 # ---- §3.4: the chunk's spans and the blocks' (Eqs. 8, 9)
 
@@ -43,11 +43,10 @@ def chunk_maps(
     maps = (jax.lax.dynamic_slice_in_dim(x, start + i * size, size, 4) for i, x in enumerate(rows))
     return jnp.stack([*maps], 3), p.sum((1, 2, 3))
 
-  starts = jnp.arange(pieces, dtype=jnp.int32) * (few * size)
   if pieces == 1:
     maps, votes = of_piece(jnp.int32(0))
   else:
-    maps, votes = jax.lax.map(of_piece, starts)
+    maps, votes = jax.lax.map(of_piece, jnp.arange(pieces, dtype=jnp.int32) * (few * size))
     maps = jnp.moveaxis(maps, 0, 3)
     maps, votes = maps.reshape(*maps.shape[:3], -1, *maps.shape[5:]), votes.sum(0)
   votes = at.sum_heads(votes).reshape(batch, -1, size)[:, :blocks]

@@ -352,8 +352,9 @@ class Method:
       rows = entrance.with_room(at, cache, rows, prompt.valid)
       rows = checked_rows(at, attended.state.o, cache, rows)
     chosen = slots.choose_rows(rows, kept, cache)
-    if at.top._spares and not at.env.check_nan:
-      chosen = chosen.put(slots={name: kept.slots[name] for name in at.top._spares})
+    spared = at.top._spares
+    if not at.env.check_nan and not isinstance(spared, forms.Void):
+      chosen = chosen.put(slots={name: kept.slots[name] for name in spared})
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, chosen, carry, lse_of(at, attended)
 

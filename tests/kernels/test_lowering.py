@@ -5,6 +5,7 @@ the heuristics or the measurements pick. A new kernel adds one line to KERNELS i
 """
 
 import functools
+import pathlib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -36,6 +37,8 @@ from tests.kernels.calls import (
 from tests.lowering import SHARED, compile_kernel, lower, truncated
 
 pytest.importorskip("triton")
+
+REPO = pathlib.Path(__file__).parents[2]
 
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
@@ -100,7 +103,10 @@ def test_the_core_has_every_kernel():
     made = (CALLS[call] for call in calls)
     return {kernel.name for kind, f, given in made for kernel in lower(f, *given, kind=kind)}
 
-  assert launched(FAST) == launched(call for call in CALLS if call.endswith("-sm90"))
+  every = launched(call for call in CALLS if call.endswith("-sm90"))
+  assert launched(FAST) == every
+  table = (REPO / "scripts/results/cpu/a100_occupancy.txt").read_text("utf-8")
+  assert {line.split()[0] for line in table.splitlines()[4:]} == every  # tests.occupancy
 
 
 def attention_calls(groups: int, head_dim: int, dtype: str) -> dict[str, tuple[Callable, list]]:

@@ -13,6 +13,7 @@ from scripts.tools.tablemakers.cells import say
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
 MAPS = 32  # that a case of `spans` divides
+WRONG = "wrong with no block, a part, all on top"
 
 
 def stream(results: Results) -> Part:
@@ -102,17 +103,6 @@ def apart(results: Results, folder: str) -> Part:
   return pd.DataFrame.from_dict(rows, "index").rename_axis("beside `ltri`")
 
 
-def lost(results: Results, folder: str) -> Part:
-  """Wrong answers, by how much of the needle the top layer retrieved for the question."""
-  rows = {}
-  for name, found in results.json(f"{folder}/needles.json")["answers"].items():
-    wrong = [x["asked"][-1] for x in found.values() if x["asked"] and not x["right"]]
-    held = pd.cut(pd.Series(wrong, dtype=float), [-1, 0, 0.999, 1]).value_counts(sort=False)
-    rows[cells.method(name)] = [len(wrong), *held.tolist()]
-  columns = ["wrong", "no block of it", "a part", "all of it"]
-  return pd.DataFrame.from_dict(rows, "index", columns=columns).rename_axis("method")
-
-
 def _right(found: Record, listed: Iterable[str]) -> str:
   right = [found[i]["right"] for i in listed]
   low, high = (round(100 * x) for x in stats.wilson(sum(right), len(right)))
@@ -127,5 +117,8 @@ def _retrieved(about: Record, name: str, found: Record) -> dict[str, str | None]
   # By chance: as many blocks drawn from all that have left the window.
   gone = (about["length"] - 16 - about["init"] - about["window"]) // about["block"]
   chance = None if "inject" in name else min(1.0, about["retrieved"] / max(gone, 1))
+  wrong = [x["recall"][0][-1] for x in answers if not x["right"]]
+  none, whole = wrong.count(0), wrong.count(1)
   shown = {"recall": f"{by_layer.mean():.3f}", "by chance": say("{:.3f}", chance)}
+  shown[WRONG] = f"{none}, {len(wrong) - none - whole}, {whole}"
   return shown | {"best layer": f"{by_layer.max():.2f} ({by_layer.argmax()})"}

@@ -135,7 +135,9 @@ def _spans_kernel(
     return jnp.maximum(score, here), jnp.where(here > score, of_here, start)
 
   none = jnp.full(middle.shape, -jnp.inf), jnp.zeros(middle.shape, jnp.int32)
-  score, start = lax.fori_loop(0, pl.cdiv((length + 1) // 2, FEW), compare, none)
+  # Of so many spans around a midpoint: ⌈U/2⌉, and no more than start at a real token.
+  pieces = pl.cdiv(jnp.minimum(length, (size + 1) // 2), FEW)
+  score, start = lax.fori_loop(0, pieces, compare, none)
   stop = middle - start + 1
 
   area = (stop - start) * (stop - start)

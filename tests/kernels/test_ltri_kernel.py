@@ -68,6 +68,25 @@ def test_spans_against_loops(size, count, mode):
     np.testing.assert_allclose(ratio[i], shares, rtol=1e-5)
 
 
+@pytest.mark.core(1)
+@pytest.mark.parametrize("length", [40, 17, 33, 48])
+def test_spans_that_start_late_in_a_block_that_is_not_full(length):
+  """As in a question, whose tokens are fewer than a block has."""
+  maps = triangles(length, 3, 80) * 0.5
+  maps[:, length - 5 : length - 1, length - 5 : length - 1] += np.tril(np.ones((4, 4), np.float32))
+  each, run = (
+    np.float32([[0.5], [0.1]]).repeat(3, 1),
+    functools.partial(divide, count=4, mode="row"),
+  )
+  start, stop, _ = jax.device_get(jax.jit(run)(maps, each[0], *of([length] * 3), each[1]))
+  for i in range(3):
+    want = slow_nms(
+      slow_candidates(slow_scores(np.float64(maps[i, :length, :length]), 0.5)), 0.1, 4
+    )
+    assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == want
+  assert (start >= length - 6).any()
+
+
 @pytest.mark.slow
 def test_a_whole_block_against_the_reference():
   """Blocks of the paper's size, two rows of two heads; one has no real token, one a few."""

@@ -199,23 +199,15 @@ BUDGET = "--init 128 --window 4096 --block 128 --retrieved 16 --chunk 512 --sett
 COPIED = "scripts/results/nvidia-h100-80gb-hbm3/real/heads.json"  # ranked by what heads copy
 
 
-def ltri(
-  part: str,
-  length: int,
-  limit: int,
-  names: str,
-  heads: str = "{out}/ltri_heads.json",
-  budget: str = BUDGET,
-) -> Step:
+def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltri_heads.json"):
   """Needles at the paper's 6,272 tokens; parts of one folder answer the same samples."""
   samples = 100 if length < 1 << 17 else 30
-  how = f"--length {length} --samples {samples} --batch 5 {budget} --heads {heads}"
+  how = f"--length {length} --samples {samples} --batch 5 {BUDGET} --heads {heads}"
   where = f"{{out}}/ltri_{part} --checkpoint {{checkpoint}}"
   return Step(f"scripts.studies.needle_recall {where} {how} --methods {names}", limit)
 
 
 WHOLE = 'ltri "ltri, by rank, top\'s blocks" infllm'
-BORDERS = '"ltri, by rank, top\'s blocks"', "{out}/ltri_heads.json", f"{BUDGET},beside=4"
 REPAIRS = "'ltri, votes by rank' \"ltri, top layer's blocks\" 'ltri, static vectors'"
 BESIDE = "'ltri, no voting' 'ltri, not persistent' streaming_llm full"
 LTRI = {
@@ -231,7 +223,6 @@ LTRI = {
   ),
   **{f"ltri_{k}K": ltri(f"{k}K", k << 10, 540, WHOLE) for k in (16, 32, 64, 128)},
   **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE) for k in (16, 32, 64)},
-  **{f"ltri_{k}K_borders": ltri(f"{k}K_borders", k << 10, 300, *BORDERS) for k in (16, 32, 64)},
   **{f"ltri_{k}K_repairs": ltri(f"{k}K", k << 10, 540, REPAIRS) for k in (32, 16)},
   **{f"ltri_{k}K_copied": ltri(f"{k}K_copied", k << 10, 300, "ltri", COPIED) for k in (32, 16)},
 }

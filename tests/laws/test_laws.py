@@ -24,6 +24,8 @@ OF_A_RUN = {
   *("kept_positions", "rows_are_isolated", "caches_are_as_described", "decode_equals_prefill"),
   "second_call_does_not_retrace",
 }
+# Whose kernels their own files try.
+OWN = {"infllm", "ltri", "prr", "art", "cis", "longflow", "hshare"}
 FIRST = "neutral_setting_equals_full", "tight_setting_has_an_effect"
 # What takes long and is shown elsewhere too: by a method's own file, by a method alike.
 IN_THE_REST = {
@@ -32,8 +34,7 @@ IN_THE_REST = {
     *("lm_infinite", "random", "h2o", "tova", "vatp", "pyramidkv", "r_kv", "topk_oracle", "etf"),
     *("expected_attention", "knorm", "keydiff", "kvzip", "lagkv", "chunkkv", "criticalkv"),
     *("duo_attention", "streaming_llm", "adakv"),
-    *("infllm", "ltri", "prr", "art", "cis", "longflow"),  # tried in their own files; so below
-    *("hshare", "double_sparsity", "psaw", "cpe", "infllm_v2"),
+    *(*OWN, "cpe", "double_sparsity", "psaw", "infllm_v2"),
     *("rocketkv", "twilight", "quantised", "kivi"),
   },
   "pallas_equals_reference": METHODS.keys(),
@@ -51,8 +52,9 @@ def put_to_all(law):
     for name in METHODS.keys() - FAMILIES:
       marks[name].append(pytest.mark.sweep)
   # These are of what methods of a kind have in common: layouts, drivers, moves they do not change.
-  if law in BY_FAMILY | ALONE | {"pallas_equals_reference_in_a_layer"}:
-    for name in KIN & rest:
+  in_a_layer = law == "pallas_equals_reference_in_a_layer"
+  if law in BY_FAMILY | ALONE or in_a_layer:
+    for name in (KIN | OWN if in_a_layer else KIN) & rest:
       marks[name].append(pytest.mark.sweep)
   cases = [pytest.param(name, marks=mark) for name, mark in marks.items()]
 

@@ -32,9 +32,16 @@ def outputs(name, method=None, **how):
   return prompt, np.stack([layer.decode([n + i for n in LENGTHS])[0] for i in range(STEPS)])
 
 
-def slow_unless(names):
-  """Every method's case, those of other names in the rest."""
-  return [pytest.param(x, marks=[pytest.mark.slow] * (x not in names)) for x in METHODS]
+# Their kernels are those of another method, which is asked in the rest.
+ALIKE = {"snapkv", "tova", "h2o", "r_kv", "twilight", "rocketkv", "cpe"}
+
+
+def slow_unless(names, swept=()):
+  """Every method's case, those of other names in the rest, or in sweeps."""
+  marks = {x: [pytest.mark.slow] * (x not in names) for x in METHODS}
+  for name in swept:
+    marks[name].append(pytest.mark.sweep)
+  return [pytest.param(x, marks=marks[x]) for x in METHODS]
 
 
 @pytest.mark.core(1)
@@ -48,7 +55,7 @@ def test_neutral_setting_equals_full(name):
 
 @pytest.mark.slow
 @pytest.mark.kin
-@pytest.mark.parametrize("name", slow_unless(KERNELS))
+@pytest.mark.parametrize("name", slow_unless(KERNELS, ALIKE))
 def test_kernels_equal_the_reference(name):
   plain, kernels = (outputs(name, impl=impl, soft_cap=CAP) for impl in ("reference", "pallas"))
   for out, want in zip(kernels, plain, strict=True):

@@ -460,11 +460,17 @@ def prefill_calls(kind: str) -> Calls:
     yield f"any-order-{name}", by_name(run, "q_sinks", "pos"), [q, k, k, qpos, qpos, q, pos]
     run = functools.partial(prefill.column_mass, sinks=16)
     yield f"mass-{name}", run, [q, k, pos, qpos, state, state, qpos]
-    if head_dim == 128 and queries == 8192:
-      run = functools.partial(prefill.prefill_attention, past=32000)
-      yield f"past-{name}", by_name(run, "pos"), [q, k, k, qpos, pos]
-      run = functools.partial(prefill.column_mass, past=32000)
-      yield f"past-mass-{name}", run, [q, k, pos, qpos, state, state]
+  # A chunk of a stream.
+  q, k, pos, qpos = (
+    of((1, 8, 4, 512, 128), bf16),
+    of((1, 8, 4992, 128), bf16),
+    ints(1, 8, 4992),
+    ints(1, 512),
+  )
+  run = functools.partial(prefill.prefill_attention, past=4480)
+  yield "past-512-H128-bfloat16", by_name(run, "pos"), [q, k, k, qpos, pos]
+  run = functools.partial(prefill.column_mass, past=4480)
+  yield "past-mass-512-H128-bfloat16", run, [q, k, pos, qpos, *[floats(*q.shape[:4])] * 2]
 
 
 def host_blocks_calls(kind: str) -> Calls:

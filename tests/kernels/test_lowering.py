@@ -43,7 +43,7 @@ REPO = pathlib.Path(__file__).parents[2]
 # Bytes of stack that a kernel may take: the assembler gives up a few registers there so that one
 # more program fits a multiprocessor. All others: none.
 STACK = {"art_walk": 48, "product": 8, "enter_codes": 8, "decode_int8": 8, "decode_int4": 8}
-STACK |= {"longflow_read": 48}
+STACK |= {"longflow_read": 48, "prefill_attend": 8}
 
 
 @functools.cache

@@ -172,13 +172,6 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
     return jnp.where(beyond < 0, pos, turned)
 
-  def _newest(self, end: Int[Array, " B"], size: int) -> Int[Array, "B S"]:
-    """Position of the newest of `end` tokens that belongs into each slot; −1: there is none."""
-    slot, ring = jnp.arange(size, dtype=jnp.int32), size - self.init_tokens
-    behind = end[:, None] - 1 - slot  # how far the last token is behind the slot's first one
-    turns = jnp.where(slot < self.init_tokens, 0, slots.quotient(behind, ring))
-    return jnp.where(behind >= 0, slot + turns * ring, -1)
-
   def _window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
     """Ranges of slots of the window: [start, stop), and the ring's beginning where it goes on."""
     first, ring = self._first(cache)[:, None], cache.size - self.init_tokens
@@ -263,8 +256,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     # All of the chunk sees what is staged before it, unless somebody else staged.
     before, retrieved = (0, 0) if forms.overrides(at.top, "stage", Streamed) else sizes
     state = softmax_state.merge(
-      prefill.attend_anywhere(at, near, q, qpos, before),
-      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos, retrieved),
+      prefill.attend_anywhere(at, near, q, qpos, past=before),
+      prefill.attend_anywhere(at, far, self._turned(at, q, qpos), qpos, past=retrieved),
     )
     count = (staged["pos"] >= 0).sum(-1, dtype=jnp.int32)
     return Attended(state, None, None, count + (far["pos"] >= 0).sum(-1, dtype=jnp.int32))
@@ -273,7 +266,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Counts votes, writes the chunk into the window, and sends off the blocks that leave."""
     q, qpos, attended, prompt = turn.q, turn.qpos, turn.attended, turn.prompt
     near = self._near(cache, new)
-    votes = prefill.column_mass(at, q, qpos, near, None, attended.state, cache.size)
+    votes = prefill.column_mass(at, q, qpos, near, None, attended.state, past=cache.size)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok = prompt.valid > 0
@@ -281,26 +274,16 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       ok &= finite_rows(at, attended.state.o)
     end = cache.seen + prompt.valid
     cache = self._evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
-    pos = self._newest(end, cache.size)
-    fresh = pos >= jnp.maximum(cache.seen, 0)[:, None]
-    # Of every slot its place in [slots ‖ chunk].
-    slot = jnp.arange(cache.size, dtype=jnp.int32)
-    source = jnp.where(fresh, cache.size + pos - cache.seen[:, None], slot)
-    source = jnp.broadcast_to(source[:, None], cache.pos.shape)
-    changed = [name for name in cache.slots if name not in ("pos", *Streamed._spares)]
-    held = {name: slots.take(near[name], source) for name in changed}
-    held["pos"] = jnp.where(fresh[:, None], pos[:, None], cache.pos)
-    held |= self._written(cache, new, end)
-    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, cache.size)})
-
-  def _written(self, cache: Cache, new: slots.Slots, end: Int[Array, " B"]) -> slots.Slots:
-    """Keys and values with those of a chunk of which `end` is the end, in place: the last ones."""
-    at = cache.seen[:, None] + jnp.arange(new["k"].shape[2], dtype=jnp.int32)
-    ring = cache.size - self.init_tokens
-    stays = (at < end[:, None]) & ((at < self.init_tokens) | (at >= end[:, None] - ring))
-    slot = jnp.where(stays, self._slot_of(at, cache.size), cache.size)
-    slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], slot.shape[1]))
-    return {name: slots.put(cache.slots[name], slot, new[name]) for name in Streamed._spares}
+    size, last = cache.size, end[:, None]
+    pos = cache.seen[:, None] + jnp.arange(prompt.tokens, dtype=jnp.int32)
+    # Of a chunk longer than the ring the last tokens stay.
+    stays = (pos < self.init_tokens) | (pos >= last - (size - self.init_tokens))
+    slot = jnp.where(stays & (pos < last), self._slot_of(pos, size), size)
+    slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], prompt.tokens))
+    old = {**cache.slots, "votes": near["votes"][:, :, :size]}
+    new = {**new, "votes": near["votes"][:, :, size:]}
+    held = {name: slots.put(x, slot, new[name]) for name, x in old.items()}
+    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
 
   def _evict(
     self,

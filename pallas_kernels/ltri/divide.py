@@ -2,7 +2,7 @@
 
 A block's map has U² numbers. Two bits of a threshold after another, a tree of sums and a choice
 among spans are a hundred small launches of XLA's for a layer, most of them shorter than the gaps
-between them. `ordered` takes one for the maps of all heads, `divide` two for their sum: the sums
+between them. `between` takes one for the maps of all heads, `divide` two for their sum: the sums
 of all triangles go to memory, as what is next compared lies along antidiagonals of them.
 
 A block of which no token is real costs nothing but its launch: its spans are empty.
@@ -29,7 +29,7 @@ FEW = 16  # rows or columns of a map that a loop takes at a time
 _BITS = 31  # of a float that is not negative
 
 
-def _ordered_kernel(
+def _between_kernel(
   map_ref: Any, length_ref: Any, place_ref: Any, next_ref: Any, low_ref: Any, high_ref: Any
 ) -> None:
   """maps [R, U, U], length, place, next [R] -> low, high [R]: two values of the map in order."""
@@ -43,7 +43,7 @@ def _ordered_kernel(
   none = jnp.int32(0x7F800000)  # +∞
 
   def below(bound: Array) -> Array:
-    """How many values are smaller; their differences have no other sign, as none is negative."""
+    """Count of the smaller values, by the sign of a difference: none is negative."""
     return -lax.shift_right_arithmetic(bits - bound, 31).sum(axis=1).sum(axis=0)
 
   def narrow(i: Any, found: Array) -> Array:
@@ -59,7 +59,7 @@ def _ordered_kernel(
   high_ref[row] = lax.bitcast_convert_type(above, jnp.float32)
 
 
-def ordered(
+def between(
   maps: Float[Array, "R U U"],
   length: Int[Array, " R"],
   place: Int[Array, " R"],
@@ -77,13 +77,13 @@ def ordered(
   """
   result = jax.ShapeDtypeStruct(length.shape, jnp.float32)
   low, high = backend.call(
-    _ordered_kernel,
+    _between_kernel,
     *(maps, length, place, following),
     grid=(maps.shape[0],),
     out=[result, result],
     warps=WARPS,
     stages=1,
-    name="ltri_ordered",
+    name="ltri_between",
     interpret=interpret,
   )
   return low, high

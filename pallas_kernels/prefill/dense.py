@@ -71,7 +71,7 @@ def blocking(
   Measured on an H200 with heads of 128: at 32K tokens 128 × 64 in a pipeline of four was first, at
   8K 3 % behind the first; the second pass, of 32 queries and 128K slots, took 186 µs at 32 × 128.
   A chunk of 512 queries over 5K slots took 131 µs at 64 × 64 and 159 at 128 × 64, its second pass
-  82 at 64 × 64 and 108 at 64 × 128.
+  82 at 64 × 64 and 108 at 64 × 128 (`scripts/results/nvidia-h200/stream_chunk.txt`).
   """
   if interpret:
     return Blocking(rows=32, tile=32, warps=4, stages=1)

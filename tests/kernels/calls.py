@@ -414,7 +414,7 @@ def ltri_calls(kind: str) -> Calls:
   """Maps of all heads, and of blocks; a block's size that is no power of two."""
   for size in (128, 96):
     maps = of((40, size, size), f32)
-    yield f"ordered-{size}", divide.ordered, [maps, *[ints(40)] * 3]
+    yield f"between-{size}", divide.between, [maps, *[ints(40)] * 3]
     run = functools.partial(divide.divide, count=4, mode="rowcol")
     yield f"divide-{size}", run, [maps, floats(40), ints(40), floats(40)]
 
@@ -617,7 +617,7 @@ CORE = (
   "cis-read-8x1040",
   "hshare-listed-8-88",
   "sparse_decode-unit16-H128-bfloat16",
-  "ltri-ordered-128",
+  "ltri-between-128",
   "ltri-divide-128",
   "products-product-8B-B1",
   "products-add_norm-8B-B1",

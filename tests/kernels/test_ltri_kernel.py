@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.kernels.ltri.divide import divide, ordered
+from kvjax.kernels.ltri.divide import between, divide
 from kvjax.methods.ltri import kernel, spans, vectors
 from tests.slow_spans import slow_candidates, slow_nms, slow_ratio, slow_scores
 
@@ -41,7 +41,7 @@ def test_entries_in_order(size):
   place = np.maximum(count - 1, 0) * np.array([0, 0.5, 0, 0, 0.9, 1]) // 1
   following = np.minimum(place + np.array([1, 0, 0, 0, 1, 0]), np.maximum(count - 1, 0))
   garbage = np.where(np.arange(size)[:, None] < length[:, None, None], maps, 7)
-  low, high = jax.jit(ordered)(garbage, *of(length, place, following))
+  low, high = jax.jit(between)(garbage, *of(length, place, following))
   for i, n in enumerate(length.tolist()):
     if n:
       values = np.sort(maps[i, :n, :n][np.tril_indices(n)])
@@ -65,7 +65,7 @@ def test_spans_against_loops(size, count, mode):
     want = slow_nms(boxes, overlap[i], count)
     assert list(zip(start[i].tolist(), stop[i].tolist(), strict=True)) == want
     shares = [slow_ratio(np.float64(maps[i]), a, b, mode) for a, b in want]
-    np.testing.assert_allclose(ratio[i], shares, rtol=1e-5)
+    np.testing.assert_allclose(ratio[i], shares, rtol=1e-5)  # float32 beside float64
 
 
 @pytest.mark.core(1)
@@ -104,13 +104,14 @@ def test_a_whole_block_against_the_reference():
     return theta, *found
 
   (theta, *found), (wanted, *want) = run(KERNELS), run(REFERENCE)
-  np.testing.assert_allclose(theta, wanted, rtol=1e-6)
+  np.testing.assert_allclose(theta, wanted, rtol=1e-6)  # heads summed in another order
   for mine, other in zip(found, want, strict=True):
+    # Starts and stops to the token; shares by products of a GPU's default precision.
     np.testing.assert_allclose(mine, other, rtol=2e-3)
   assert (found[1] > found[0]).any()
 
 
 def test_larger_blocks_are_left_to_the_reference():
   maps, length = jnp.zeros((1, 256, 256)), jnp.array([256])
-  assert kernel.ordered(KERNELS, maps, length, length, length) is None
+  assert kernel.between(KERNELS, maps, length, length, length) is None
   assert kernel.divide(KERNELS, maps, length * 1.0, length, jnp.zeros(1), 4, "row") is None

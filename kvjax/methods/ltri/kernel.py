@@ -6,12 +6,12 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.context import At
 from kvjax.ops.table import declare, pallas
 
-declare("ltri_ordered", pallas="kvjax.kernels.ltri.divide:ordered")
-declare("ltri_divide", pallas="kvjax.kernels.ltri.divide:divide")
+declare("ltri_between", pallas="kvjax.kernels.ltri.divide:between")
+declare("ltri_divide", unrun=True, pallas="kvjax.kernels.ltri.divide:divide")
 LARGEST = 128  # tokens of a block whose map a kernel holds in registers
 
 
-def ordered(
+def between(
   at: At,
   maps: Float[Array, "*batch U U"],
   length: Int[Array, "*batch"],
@@ -19,7 +19,7 @@ def ordered(
   following: Int[Array, "*batch"],
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]] | None:
   """Entries `place` and `following` of each map's lower triangle in order; None: no kernel runs."""
-  run = pallas(at, "ltri_ordered")
+  run = pallas(at, "ltri_between")
   if run is None or maps.shape[-1] > LARGEST:
     return None
   flat = (x.reshape(-1) for x in (length, place, following))

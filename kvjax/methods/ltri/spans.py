@@ -43,7 +43,7 @@ def threshold(
   """
   place = quantile * jnp.maximum(length * (length + 1) // 2 - 1, 0)
   below, above = (x.astype(jnp.int32) for x in (jnp.floor(place), jnp.ceil(place)))
-  found = kernel.ordered(at, maps, length, below, above)
+  found = kernel.between(at, maps, length, below, above)
   low, high = found or _between(maps, length, below, above)
   return jnp.where(length > 0, low + (high - low) * (place - below), 0)
 

@@ -24,12 +24,15 @@ class Config:
     programs: pieces into which the whole batch is cut, about.
     warps: warps per program.
     stages: depth of the software pipeline: tiles in flight per program, and the one in use.
+    level: whether every program of dense decode has as many tiles, of one row or of several
+      (`split_k.level`); else pieces of one row (`split_k.piece`).
   """
 
   tile: int
   programs: int
   warps: int
   stages: int
+  level: bool = False
 
   def __post_init__(self):
     if self.tile < 16 or self.tile & (self.tile - 1):
@@ -37,6 +40,10 @@ class Config:
     for name in ("programs", "warps", "stages"):
       if getattr(self, name) < 1:
         raise ValueError(f"Config.{name}: found {getattr(self, name)}, expected at least 1")
+
+  def __repr__(self) -> str:
+    held = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self).items() if v is not False)
+    return f"Config({held})"
 
 
 _SCRATCH = 2 << 10  # what reductions over the warps of a program take, at most

@@ -11,8 +11,8 @@ head). Every program derives the cut from all ranges: about `Config.programs` pi
 whatever the ranges are, so one long row among short ones is read by many programs. Rows of one
 piece are finished there; the others leave partial softmax states, which the second kernel, one
 program per query head, joins in a fixed order (`split_k`). Asked for one piece, every row is one
-program's, which then has nothing to derive. Heads that share a row of slots are cut by tiles: all
-programs have as many, also of two heads.
+program's, which then has nothing to derive. Heads that share a row of slots are cut level, others
+where their configuration says so: all programs have as many tiles, also of two rows.
 """
 
 import dataclasses
@@ -63,6 +63,7 @@ def _attend_kernel(
   scale: stored.Scale,
   sinks: int,
   whole: bool,
+  level: bool,
   finer: int,
 ) -> None:
   """`Sources`, (queries of the sinks [R, G, H],) start, stop [R] or one per batch row ->
@@ -70,8 +71,7 @@ def _attend_kernel(
   first four of those.
   """
   rows, groups, _ = sources.q.shape
-  kept, slots, _ = sources.k.shape
-  sharers = rows // kept  # P, rows of queries whose slots are in one row of keys
+  slots = sources.k.shape[1]
   spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=q_sinks_ref is None)
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   logits, coded = logits_ref is not None, bool(sources.per_slot)
@@ -132,10 +132,10 @@ def _attend_kernel(
   cut = {"rows": rows, "programs": config.programs}
   if whole:
     attend(split_k.whole())
-  elif sharers == 1:
-    attend(split_k.piece(tiles_of, **cut, finer=finer))
-  else:
+  elif level:
     split_k.level(tiles_of, attend, **cut)
+  else:
+    attend(split_k.piece(tiles_of, **cut, finer=finer))
 
 
 def decode_attention(*operands: Array, **how: Any) -> State:
@@ -203,8 +203,8 @@ def decode_with_output(
   config = config or pick(q, k, logits=logits, coded=coded, interpret=interpret)
   whole = config.programs == 1  # rows of any length are one piece each
   size = {"slots": slots, "tile": config.tile, "programs": config.programs}
-  # Heads that share slots are cut by tiles.
-  finer = split_k.finer(batch=batch, rows=rows, **size) if k.shape[1] == heads else 1
+  level = config.level or k.shape[1] < heads
+  finer = 1 if level else split_k.finer(batch=batch, rows=rows, **size)
   pieces = finer * config.programs
   attend = functools.partial(
     _attend_kernel,
@@ -212,6 +212,7 @@ def decode_with_output(
     scale=stored.scale_of(q, scale, soft_cap, bits if coded else None, interpret),
     sinks=sinks,
     whole=whole,
+    level=level,
     finer=finer,
   )
   raw = jax.ShapeDtypeStruct((rows, groups, slots), jnp.float32) if logits else None

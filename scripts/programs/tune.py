@@ -9,8 +9,9 @@ The tables are written to the user's cache folder ($KVJAX_CACHE, or ~/.cache/kvj
 find them from the next process on. Results of the same versions of the library and of JAX are not
 measured again: an interrupted run resumes. Run it after an upgrade.
 
-Two sweeps per shape: tile, warps and stages at two programs per multiprocessor; then the number of
-programs for the best of them, down to one piece per row, which needs no join. Every configuration
+Three sweeps per shape: tile, warps and stages at two programs per multiprocessor; the number of
+programs for the best of them, down to one piece per row, which needs no join; the best one's tiles,
+and tiles half as large, dealt out evenly whatever their rows. Every configuration
 is checked against the float32 reference. Of those within 3 % of the best, the one is chosen whose
 times for rows of one length and for rows of different lengths have the least product.
 """
@@ -163,6 +164,15 @@ def candidates(shape: Shape, here: devices.Device) -> list[Config]:
   return made
 
 
+def leveled(best: Config, here: devices.Device) -> list[Config]:
+  """Configurations whose programs have as many tiles each, of one row or of several."""
+  return [
+    dataclasses.replace(best, tile=tile, programs=times * here.cores, level=True)
+    for tile in (best.tile, max(16, best.tile // 2))
+    for times in (2, 3)
+  ]
+
+
 class Sweep:
   """Timings of configurations on the operands of one shape.
 
@@ -232,6 +242,8 @@ def tune(table: str, shape: Shape, repetitions: int) -> dict[str, Any]:
     cuts = [1, *(max(1, here.cores * quarters // 4) for quarters in PROGRAMS)]
     sweep.add([Config(choice.tile, cut, choice.warps, choice.stages) for cut in cuts])
   best = sweep.ranking()[0]
+  if shape.batch > 1 and not logits:
+    sweep.add(leveled(best, here))
   # Rows of one batch differ in length wherever several requests are served; caches that evict hold
   # rows of one size, their budget.
   if shape.batch > 1 and not logits:

@@ -1,5 +1,6 @@
 """Calls of every kernel at shapes that matter: what is lowered for GPUs."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -76,6 +77,7 @@ def decode_calls(kind: str) -> Calls:
   # float16, many groups, and sinks with a query of their own.
   small = Config(tile=64, programs=264, warps=4, stages=3)
   shape = Shape(2, 8, 4, 32 << 10)
+  yield "level", *decode_call(shape, dataclasses.replace(small, level=True))
   (run, (q, *_)), kept = decode_call(shape, small), of((2, 1, 32 << 10, 128), bf16)
   yield "shared", run, [q, kept, kept, ints(2, 8), ints(2, 8)]
   run, (q, *rest) = decode_call(Shape(1, 3, 3, 999, 64, "float16"), small, sinks=4)

@@ -3,6 +3,7 @@
 On a GPU the same tests run the compiled kernel.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -72,7 +73,7 @@ SWEEP = pairwise(
   (None, 8, 4),  # bits: None are floats, whose sinks alone may have a query of their own
   (False, True),  # with logits
   (None, 0.7),  # soft cap
-  (None, (1, 16), (7, 16), (100, 16), (1, 128), (7, 128)),  # programs, tile
+  (None, (1, 16), (7, 16), (7, 16, True), (100, 16), (1, 128), (7, 128)),  # programs, tile, level
 )
 
 
@@ -94,8 +95,12 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
     return visible(start[b, h], stop[b, h], count, slots)
 
   if cut and head_dim == 256 and dtype == "float32":
-    cut = cut[0], min(cut[1], 64)  # two stages of more do not fit a multiprocessor's shared memory
-  config = cut and Config(tile=cut[1], programs=cut[0], warps=4, stages=2)
+    cut = (
+      cut[0],
+      min(cut[1], 64),
+      *cut[2:],
+    )  # two stages of more do not fit a multiprocessor's shared memory
+  config = cut and Config(cut[1], cut[0], 4, 2, *cut[2:])
   read = read_of(listed, (*start.shape, slots))
   how = {"sinks": count, "logits": logits, "soft_cap": cap, "config": config}
   run = case.kernel(decode_with_output, read, **how)
@@ -157,8 +162,8 @@ def test_sums_of_few_integers_are_refused():
 
 
 @pytest.mark.slow
-def test_ragged_rows_of_many_tiles_are_cut_finer():
-  """One long row among short ones, and three pieces for each program; alike rows have one each."""
+def test_ragged_rows_of_many_tiles_are_cut_finer_or_level():
+  """One long row among short ones: three pieces for each program, or as many tiles; alike rows."""
   case = drawn(np.random.default_rng(0), (6, 2), 3, 16 << 10, 64, "float32")
   cut = Config(tile=16, programs=6, warps=4, stages=2)
   size = {"rows": 12, "slots": 16 << 10, "tile": cut.tile, "programs": cut.programs}
@@ -167,8 +172,10 @@ def test_ragged_rows_of_many_tiles_are_cut_finer():
   start = jnp.zeros((6, 1), jnp.int32)
   for lengths in ([16 << 10, 40, 0, 900, 1, 77], [999, *5 * [1000]]):
     stop = jnp.array(lengths, jnp.int32)[:, None]
-    made = decode_with_output(*case.arrays, start, stop, config=cut)
-    held_to(made, case, lambda b, _, stop=stop: range(stop[b, 0]))
+    for level in (False, True):
+      config = dataclasses.replace(cut, level=level)
+      made = decode_with_output(*case.arrays, start, stop, config=config)
+      held_to(made, case, lambda b, _, stop=stop: range(stop[b, 0]))
 
 
 @pytest.mark.slow

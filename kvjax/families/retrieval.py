@@ -76,11 +76,10 @@ def kept(cache: Cache) -> Int[Array, "B R"]:
   return jnp.where(place >= 0, blocks, -1)
 
 
-def hold(at: At, cache: Cache, wanted: Int[Array, "B R"], size: int) -> Cache:
+def hold(at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
   """The cache once the wanted blocks have copies on the device: "kept" says in which places.
 
-  Blocks, of `size` tokens, that have one are not read again; the others take the places of the
-  least recently used.
+  Blocks that have one are not read again; the others take the places of the least recently used.
   """
   held, used_at = cache.rows["held"], cache.rows["used_at"]
   match = (held[:, None] == wanted[..., None]) & (wanted >= 0)[..., None]  # [B, R, D]
@@ -92,16 +91,12 @@ def hold(at: At, cache: Cache, wanted: Int[Array, "B R"], size: int) -> Cache:
   turn = jnp.cumsum(missing, -1) - 1  # the first one that is missing takes the oldest place
   free = missing[..., None] & (turn[..., None] == older.sum(-1)[:, None])  # [B, R, D]
   kept = jnp.where(match | free, place, -1).max(-1)
-  into = jnp.where(missing, kept, held.shape[1])
   rows = {
-    "held": slots.overlaid(held, into, wanted),
+    "held": slots.overlaid(held, jnp.where(missing, kept, held.shape[1]), wanted),
     "used_at": jnp.where((match | free).any(1), cache.seen[:, None], used_at),
     "kept": kept,
   }
-  found = offload.fetch(cache.heads["store"], jnp.where(missing, wanted, -1), at.env)
-  heads = {}
-  for name in ("k", "v"):
-    copies = cache.heads[f"held_{name}"]
-    blocks = copies.reshape(*copies.shape[:2], -1, size, copies.shape[-1])
-    heads[f"held_{name}"] = slots.overlaid(blocks, into, found[name], 2).reshape(copies.shape)
-  return cache.put(heads=heads, rows=rows)
+  copies = {name: cache.heads[f"held_{name}"] for name in ("k", "v")}
+  wanted = jnp.where(missing, wanted, -1)
+  copies = offload.fetch(cache.heads["store"], wanted, copies, kept, at.env)
+  return cache.put(heads={f"held_{name}": x for name, x in copies.items()}, rows=rows)

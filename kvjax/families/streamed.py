@@ -198,13 +198,13 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
     foreseen, _ = self.choose(at, cache, None, carry)
     if foreseen is not None:
-      cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1), self.block)
+      cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1))
       # What turns out not to be wanted has to leave before what is.
       before = cache.seen[:, None] - 1
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
     assert wanted is not None
-    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1), self.block), carry
+    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1)), carry
 
   def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
     """The first tokens where they are far, not rotated; position 0, which every query may see."""

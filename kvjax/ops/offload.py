@@ -236,22 +236,38 @@ def append(
   return OwnRows(kept)
 
 
-def fetch(store: OwnRows, block: Int[Array, "B R"], env: Env) -> dict[str, Array]:
-  """The named blocks, "k" and "v" [B, K, R, U, H]; zeros where `block` is −1: nothing is read."""
+def fetch(
+  store: OwnRows,
+  block: Int[Array, "B R"],
+  copies: dict[str, Array],
+  place: Int[Array, "B R"],
+  env: Env,
+) -> dict[str, Array]:
+  """The copies with the named blocks at `place`; in place where a kernel writes, and they may be.
+
+  Args:
+    store: left as it is.
+    block: int32; −1: nothing is read or written.
+    copies: "k" and "v" [B, K, D · U, H].
+    place: int32, of D, for no two blocks of a row the same.
+    env: where this runs.
+  """
   if run := _kernel("fetch_blocks", env):
-    return run(store.of, block)
-  found: dict[str, Array] = {}
+    return run(store.of, block, copies, place)
+  kept: dict[str, Array] = {}
   for name, segments in store.of.items():
-    batch, heads = segments[0].shape[:2]
+    batch, heads, _, *size = segments[0].shape
     index = jnp.broadcast_to(block[:, None], (batch, heads, block.shape[1]))
-    start = 0
+    start, found = 0, jnp.zeros((batch, heads, block.shape[1], *size), segments[0].dtype)
     for segment in segments:
       stop = start + segment.shape[2]
       here = ((index >= start) & (index < stop))[..., None, None]
-      part = jnp.where(here, slots.take(segment, index - start), 0)
-      found[name] = part if start == 0 else found[name] + part
+      found = jnp.where(here, slots.take(segment, index - start), found)
       start = stop
-  return found
+    blocks = copies[name].reshape(batch, heads, -1, *size)
+    into = jnp.where(block >= 0, place, blocks.shape[2])
+    kept[name] = slots.overlaid(blocks, into, found, 2).reshape(copies[name].shape)
+  return kept
 
 
 def moved(

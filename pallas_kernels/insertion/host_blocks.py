@@ -41,15 +41,21 @@ def _lanes(piece: Any, tokens: int, head_dim: int) -> tuple[Array, Array, Array]
 
 
 def _fetch_kernel(*refs: Any, starts: Sequence[int]) -> None:
-  """block [B, R], segments of k, then of v, [B, K, n, U, H] -> k, v [B, K, R, U, H]."""
-  block_ref, segments, outs = refs[0], refs[1:-2], refs[-2:]
-  _, heads, _, tokens, head_dim = outs[0].shape
+  """block, place [B, R], segments of k, then of v, [B, K, n, U, H], copies k, v [B, K, D · U, H] as
+  they are -> copies.
+  """
+  block_ref, place_ref, *segments = refs[:-4]
+  copies = refs[-2:]
+  _, heads, _, tokens, head_dim = segments[0].shape
   b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
-  token, column, real = _lanes(piece, tokens, head_dim)
-  block = block_ref[b, entry]
-  for of_name, out in zip(_halves(segments), outs, strict=True):
-    found = _load(of_name, starts, (b, head, block, token, column), real)
-    backend.store(out, b, head, entry, token, column, value=found, mask=real)
+  block, place = block_ref[b, entry], place_ref[b, entry]
+
+  @pl.when(block >= 0)
+  def _():
+    token, column, real = _lanes(piece, tokens, head_dim)
+    for of_name, out in zip(_halves(segments), copies, strict=True):
+      found = _load(of_name, starts, (b, head, block, token, column), real)
+      backend.store(out, b, head, place * tokens + token, column, value=found, mask=real)
 
 
 def _append_kernel(*refs: Any, starts: Sequence[int]) -> None:
@@ -111,33 +117,41 @@ def _starts(segments: Sequence[Array]) -> tuple[int, ...]:
 
 
 def fetch(
-  store: dict[str, tuple[Array, ...]], block: Int[Array, "B R"], *, interpret: bool | None = None
+  store: dict[str, tuple[Array, ...]],
+  block: Int[Array, "B R"],
+  copies: dict[str, Array],
+  place: Int[Array, "B R"],
+  *,
+  interpret: bool | None = None,
 ) -> dict[str, Array]:
-  """The named blocks, "k" and "v" [B, K, R, U, H]; zeros, and no traffic, where `block` is −1.
+  """The copies with the named blocks at `place`, in place where they are donated.
 
   Args:
     store: "k" and "v", each the segments [B, K, n, U, H] of `kvjax.ops.offload.empty`.
-    block: int32.
+    block: int32; −1: nothing is read or written.
+    copies: "k" and "v" [B, K, D · U, H].
+    place: int32, of D, for no two blocks of a row the same.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
   check(store, block)
-  first = store["k"][0]
-  batch, heads, _, tokens, head_dim = first.shape
-  count = block.shape[1]
-  out = jax.ShapeDtypeStruct((batch, heads, count, tokens, head_dim), first.dtype)
-  found = backend.call(
+  batch, heads, _, tokens, _ = store["k"][0].shape
+  segments = [*store["k"], *store["v"]]
+  held = [copies[name] for name in NAMES]
+  written = backend.call(
     functools.partial(_fetch_kernel, starts=_starts(store["k"])),
     block,
-    *store["k"],
-    *store["v"],
-    grid=(batch * heads, count * pl.cdiv(tokens, PIECE)),
-    out=[out, out],
+    place,
+    *segments,
+    *held,
+    grid=(batch * heads, block.shape[1] * pl.cdiv(tokens, PIECE)),
+    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held],
     warps=WARPS,
     stages=1,
     name="fetch_blocks",
     interpret=interpret,
+    aliases={2 + len(segments) + i: i for i in range(len(held))},
   )
-  return dict(zip(NAMES, found, strict=True))
+  return dict(zip(NAMES, written, strict=True))
 
 
 def append(

@@ -166,7 +166,7 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
 
 
 # ART in the order of a prompt's last queries. τ = 0.02 lost too much (`nvidia-h200/real/art_32K`),
-# the smallest less, on rows of another seed (`art_32K_seed1`); its time is not measured yet.
+# the smallest less, on rows of another seed (`art_32K_seed1`), but takes the full cache's time.
 RANKED = "art:relative=True,sinks=4,margin=16,by_mass=inf,tau=0.005"
 ARTS = f"{RANKED} {RANKED.replace('0.005', '0.01')} {RANKED.replace('0.005', '0.02')}"
 # CPE as it is without settings, and without neighbours where few groups retrieve, by either rule;

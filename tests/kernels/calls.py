@@ -481,7 +481,8 @@ def host_blocks_calls(kind: str) -> Calls:
     part = of((1, 8, 512, 128, head_dim), dtype)
     store = {"k": (part,) * segments, "v": (part,) * segments}
     block, name = ints(1, 16), f"{segments}-H{head_dim}"
-    yield f"fetch-{name}", host_blocks.fetch, [store, block]
+    copies = dict.fromkeys("kv", of((1, 8, 32 * 128, head_dim), dtype))
+    yield f"fetch-{name}", host_blocks.fetch, [store, block, copies, block]
     new = of((1, 8, 16, 128, head_dim), dtype)
     yield f"append-{name}", host_blocks.append, [store, {"k": new, "v": new}, block, floats(8)]
 

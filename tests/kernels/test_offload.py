@@ -32,6 +32,14 @@ def filled(seed, shape, sizes, dtype):
   return OwnRows(parts), whole
 
 
+def fetched(store, block):
+  """The named blocks [B, K, R · U, H], zeros for −1."""
+  batch, heads, _, tokens, head_dim = store.of["k"][0].shape
+  empty = jnp.zeros((batch, heads, block.shape[1] * tokens, head_dim), store.of["k"][0].dtype)
+  place = jnp.broadcast_to(jnp.arange(block.shape[1], dtype=jnp.int32), block.shape)
+  return offload.fetch(store, block, {"k": empty, "v": empty}, place, Env(1))
+
+
 def joined(store):
   return {name: np.concatenate([np.asarray(x) for x in store.of[name]], 2) for name in store.of}
 
@@ -53,11 +61,17 @@ def test_fetch_and_append(impl, shape, sizes, dtype):
   rng = np.random.default_rng(1)
   block = rng.integers(-1, blocks, (batch, 6)).astype(np.int32)
   block[0, :2] = [-1, blocks - 1]
-  found = jax.jit(lambda s, b: offload.fetch(s, b, Env(1, impl=impl)))(store, block)
+  copies = {n: rng.normal(size=(*shape[:2], 8, *shape[2:])).astype(dtype) for n in ("k", "v")}
+  place = np.stack([rng.permutation(8)[:6] for _ in range(batch)]).astype(np.int32)
+  place[block < 0] = -1  # as what is not wanted has no place
+  flat = {name: x.reshape(*shape[:2], -1, shape[3]) for name, x in copies.items()}
+  run = jax.jit(lambda *x: offload.fetch(*x, Env(1, impl=impl)))
+  found = run(store, block, flat, place)
   for name, x in whole.items():
-    want = np.stack([x[b][:, block[b]] for b in range(batch)])
-    want = np.where((block >= 0)[:, None, :, None, None], want, 0)
-    np.testing.assert_array_equal(np.asarray(found[name]), want)
+    want = copies[name].copy()
+    for b, r in zip(*np.nonzero(block >= 0), strict=True):
+      want[b, :, place[b, r]] = x[b, :, block[b, r]]
+    np.testing.assert_array_equal(np.asarray(found[name]).reshape(want.shape), want)
 
   new = {n: rng.normal(size=(*shape[:2], 3, *shape[2:])).astype(dtype) for n in ("k", "v")}
   first = rng.integers(0, blocks, batch).astype(np.int32)
@@ -168,7 +182,8 @@ def test_kernels_refuse():
   with pytest.raises(TypeError, match="block: found dtype float32"):
     host_blocks.check(store.of, jnp.zeros((2, 1)))
   with pytest.raises(ValueError, match=r"block: found shape \(1, 1\), expected \[2, R\]"):
-    host_blocks.fetch(store.of, jnp.zeros((1, 1), jnp.int32))
+    one = jnp.zeros((1, 1), jnp.int32)
+    host_blocks.fetch(store.of, one, {}, one)
   huge = jax.ShapeDtypeStruct((2, 8, 1 << 17, 16, 128), jnp.bfloat16)
   with pytest.raises(ValueError, match="expected less than 2\\*\\*31 elements"):
     host_blocks.check({"k": (huge,), "v": (huge,)}, jnp.zeros((2, 1), jnp.int32))
@@ -185,7 +200,7 @@ def test_over_the_link():
   }
 
   def both(store, new):
-    before = offload.fetch(store, jnp.array([[3, -1]], jnp.int32), Env(1))
+    before = fetched(store, jnp.array([[3, -1]], jnp.int32))
     after = before["k"].sum()
     count = jnp.array([16], jnp.int32)
     store = offload.append(store, new, jnp.array([2], jnp.int32), count, Env(1), after)
@@ -197,9 +212,10 @@ def test_over_the_link():
   assert store.of["k"][0].unsafe_buffer_pointer() == place
   assert not np.asarray(before["k"]).any()
   ids = jnp.arange(2, 18, dtype=jnp.int32)[None]
-  back = jax.jit(lambda s, b: offload.fetch(s, b, Env(1)))(store, ids)
+  back = jax.jit(fetched)(store, ids)
   for name in ("k", "v"):
-    np.testing.assert_array_equal(np.asarray(back[name]), np.asarray(new[name]))
+    got = np.asarray(back[name]).reshape(new[name].shape)
+    np.testing.assert_array_equal(got, np.asarray(new[name]))
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
@@ -213,7 +229,7 @@ def test_over_the_link_in_a_loop():
     blocks = {"k": new[i], "v": -new[i]}
     first, one = jnp.full(1, i, jnp.int32), jnp.ones(1, jnp.int32)
     store = offload.append(store, blocks, first, one, Env(1), total)
-    found = offload.fetch(store, jnp.full((1, 1), i, jnp.int32), Env(1))
+    found = fetched(store, jnp.full((1, 1), i, jnp.int32))
     return store, total + found["k"].sum()
 
   def run(store):

@@ -368,7 +368,6 @@ class Ltri(Streamed, moves=("divide",)):
         self.at(env, layer),
         cache,
         jnp.where(ends[:, None], top, retrieval.kept(cache)),
-        self.block,
       )
       for layer, cache in enumerate(caches)
     )

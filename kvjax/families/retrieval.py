@@ -33,7 +33,8 @@ def elect(
   token = jnp.arange(votes.shape[-1])
   mine, other = votes[..., :, None], votes[..., None, :]
   ahead = (other > mine) | ((other == mine) & (token < token[:, None]))
-  rank = jnp.einsum("...ij,...cj->...ci", ahead.astype(jnp.int32), held.astype(jnp.int32))
+  # Sums of ones in float32 are exact, and matrix units take them.
+  rank = jnp.einsum("...ij,...cj->...ci", ahead.astype(jnp.float32), held.astype(jnp.float32))
   return held & (rank < counts[..., None])
 
 

@@ -34,29 +34,36 @@ def _between_kernel(
 ) -> None:
   """maps [R, U, U], length, place, next [R] -> low, high [R]: two values of the map in order."""
   row, size = pl.program_id(0), map_ref.shape[1]
-  length, place = length_ref[row], place_ref[row]
-  token = jnp.arange(pl.next_power_of_2(size))
-  inside = (token[None, :] <= token[:, None]) & (token < length)[:, None]
-  at = row, token[:, None], token[None, :]
-  values = backend.load(map_ref, *at, mask=inside, other=jnp.inf)
-  bits = lax.bitcast_convert_type(values, jnp.int32)  # in the same order
-  none = jnp.int32(0x7F800000)  # +∞
+  length = length_ref[row]
 
-  def below(bound: Array) -> Array:
-    """Count of the smaller values, by the sign of a difference: none is negative."""
-    return -lax.shift_right_arithmetic(bits - bound, 31).sum(axis=1).sum(axis=0)
+  @pl.when(length == 0)
+  def _():
+    low_ref[row], high_ref[row] = jnp.float32(0.0), jnp.float32(0.0)
 
-  def narrow(i: Any, found: Array) -> Array:
-    """The largest number below which lie no more than `place` values, bit by bit."""
-    tried = found | (jnp.int32(1) << (_BITS - 1 - i))
-    return jnp.where(below(tried) <= place, tried, found)
+  @pl.when(length > 0)
+  def _():
+    place = place_ref[row]
+    token = jnp.arange(pl.next_power_of_2(size))
+    inside = (token[None, :] <= token[:, None]) & (token < length)[:, None]
+    at = row, token[:, None], token[None, :]
+    values = backend.load(map_ref, *at, mask=inside, other=jnp.inf)
+    bits = lax.bitcast_convert_type(values, jnp.int32)  # in the same order
+    none = jnp.int32(0x7F800000)  # +∞
 
-  steps = _BITS * (length > 0).astype(jnp.int32)
-  found = lax.fori_loop(0, steps, narrow, jnp.int32(0))
-  above = jnp.where(bits > found, bits, none).min(axis=1).min(axis=0)
-  above = jnp.where(below(found + 1) > next_ref[row], found, above)
-  low_ref[row] = lax.bitcast_convert_type(found, jnp.float32)
-  high_ref[row] = lax.bitcast_convert_type(above, jnp.float32)
+    def below(bound: Array) -> Array:
+      """Count of the smaller values, by the sign of a difference: none is negative."""
+      return -lax.shift_right_arithmetic(bits - bound, 31).sum(axis=1).sum(axis=0)
+
+    def narrow(i: Any, found: Array) -> Array:
+      """The largest number below which lie no more than `place` values, bit by bit."""
+      tried = found | (jnp.int32(1) << (_BITS - 1 - i))
+      return jnp.where(below(tried) <= place, tried, found)
+
+    found = lax.fori_loop(0, _BITS, narrow, jnp.int32(0))
+    above = jnp.where(bits > found, bits, none).min(axis=1).min(axis=0)
+    above = jnp.where(below(found + 1) > next_ref[row], found, above)
+    low_ref[row] = lax.bitcast_convert_type(found, jnp.float32)
+    high_ref[row] = lax.bitcast_convert_type(above, jnp.float32)
 
 
 def between(
@@ -71,7 +78,7 @@ def between(
 
   Args:
     maps: none negative, U ≤ 128.
-    length: tokens that are real; of a map without any the entries are 0 and +∞.
+    length: tokens that are real; of a map without any the entries are 0.
     place, following: which entries, counted from 0; `following` is `place` or the next.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
@@ -116,10 +123,39 @@ def _spans_kernel(
   mode: str,
 ) -> None:
   """sums, maps [R, U, U], length, φ [R] -> starts, stops, r_a [R, C], best first."""
-  row, (_, size, _) = pl.program_id(0), map_ref.shape
-  length, overlap = length_ref[row], overlap_ref[row]
+  row, count = pl.program_id(0), start_ref.shape[1]
 
-  # The best span around every midpoint x + y, of equal ones the first (App. E).
+  @pl.when(length_ref[row] == 0)
+  def _():
+    for c in range(count):
+      start_ref[row, c], stop_ref[row, c] = jnp.int32(0), jnp.int32(0)
+      ratio_ref[row, c] = jnp.float32(1.0)
+
+  @pl.when(length_ref[row] > 0)
+  def _():
+    middle, start, stop, score = _around(sums_ref, row, length_ref[row])
+    area = (stop - start) * (stop - start)
+    alive = jnp.where(score > 0, score, -jnp.inf)
+    for c in range(count):
+      most = alive.max(axis=0)
+      best = jnp.where(alive == most, middle, middle.size).min(axis=0)
+      some = (most > -jnp.inf).astype(jnp.int32)
+      a = some * jnp.where(middle == best, start, 0).sum(axis=0)
+      b = some * jnp.where(middle == best, stop, 0).sum(axis=0)
+      common = jnp.maximum(jnp.minimum(stop, b) - jnp.maximum(start, a), 0)
+      common = common * common
+      union = area + (b - a) * (b - a) - common
+      far = common.astype(jnp.float32) <= overlap_ref[row] * union.astype(jnp.float32)
+      alive = jnp.where(far & (middle != best), alive, -jnp.inf)
+      start_ref[row, c], stop_ref[row, c] = a, b
+      ratio_ref[row, c] = _ratio(map_ref, row, a, b, mode)
+
+
+def _around(sums_ref: Any, row: Array, length: Array) -> tuple[Array, Array, Array, Array]:
+  """Of the best span around every midpoint x + y, of equal ones the first: midpoint, start, stop,
+  score (App. E).
+  """
+  size = sums_ref.shape[1]
   middle = jnp.arange(pl.next_power_of_2(2 * size - 1))
   first = jnp.maximum(middle - size + 1, 0)
 
@@ -138,23 +174,7 @@ def _spans_kernel(
   # Of so many spans around a midpoint: ⌈U/2⌉, and no more than start at a real token.
   pieces = pl.cdiv(jnp.minimum(length, (size + 1) // 2), FEW)
   score, start = lax.fori_loop(0, pieces, compare, none)
-  stop = middle - start + 1
-
-  area = (stop - start) * (stop - start)
-  alive = jnp.where(score > 0, score, -jnp.inf)
-  for c in range(start_ref.shape[1]):
-    most = alive.max(axis=0)
-    best = jnp.where(alive == most, middle, middle.size).min(axis=0)
-    some = (most > -jnp.inf).astype(jnp.int32)
-    a = some * jnp.where(middle == best, start, 0).sum(axis=0)
-    b = some * jnp.where(middle == best, stop, 0).sum(axis=0)
-    common = jnp.maximum(jnp.minimum(stop, b) - jnp.maximum(start, a), 0)
-    common = common * common
-    union = area + (b - a) * (b - a) - common
-    far = common.astype(jnp.float32) <= overlap * union.astype(jnp.float32)
-    alive = jnp.where(far & (middle != best), alive, -jnp.inf)
-    start_ref[row, c], stop_ref[row, c] = a, b
-    ratio_ref[row, c] = _ratio(map_ref, row, a, b, mode)
+  return middle, start, middle - start + 1, score
 
 
 def _ratio(map_ref: Any, row: Any, start: Array, stop: Array, mode: str) -> Array:

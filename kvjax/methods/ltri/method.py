@@ -202,6 +202,8 @@ class Ltri(Streamed, moves=("divide",)):
     ring = cache.rows["spans"].shape[1]
     into = jnp.where(whole, slots.remainder(block, ring), ring)
     known = slots.overlaid(cache.rows["spans"], into, found)
+    if blocks == 1:
+      return cache.put(rows={"spans": known}, heads={"map": maps[:, :, :, 0]})
     newest = jnp.clip(slots.quotient(end - self.init_tokens, self.block) - first, 0, blocks - 1)
     newest = jnp.expand_dims(newest, range(1, maps.ndim))
     newest = jnp.take_along_axis(maps, newest, 3, mode="clip")[:, :, :, 0]
@@ -238,16 +240,19 @@ class Ltri(Streamed, moves=("divide",)):
     asks = (index >= 0) & (flat < end[:, None])
     blocks, state = pos.shape[1], attended.state
     k = spans.cut(slots.take(near["k"], slot), 2, blocks)
-    known = cache.heads["map"][:, :, :, None]  # of the first block: rows of tokens before
-    after = (pos - start[:, None, None])[:, None, None, ..., None]
     if q.shape[3] == 1:  # a token is one row
       asked = State(*(x[:, :, :, None] for x in (q, state.m, state.l)))
       ok = (pos <= start[:, None, None]) & (start < end)[:, None, None]
-      row = spans.maps_of(at, k, asked, ok[..., None, :])
-      return jnp.where(after == 0, row, jnp.where(after < 0, known, 0))
+      row = spans.maps_of(at, k, asked, ok[..., None, :])[:, :, :, 0, 0]
+      # In place. Rows after it are another block's, and are written before this one is whole.
+      index = jnp.where(start < end, start - pos[:, 0, 0], self.block)
+      held = cache.heads["map"].at[jnp.arange(index.size), :, :, index]
+      return held.set(row, mode="drop")[:, :, :, None]
     q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))
     token = jnp.arange(self.block)
     ok = asks.reshape(pos.shape)[..., None] & (token <= token[:, None])  # P (Eq. 2)
+    known = cache.heads["map"][:, :, :, None]  # of the first block: rows of tokens before
+    after = (pos - start[:, None, None])[:, None, None, ..., None]
     return jnp.where(after < 0, known, spans.maps_of(at, k, State(q, m, l), ok))
 
   def summarise(

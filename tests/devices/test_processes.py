@@ -80,7 +80,7 @@ print("held")
   ("mesh", "names"),
   [
     ((2, 1), ["h2o", "kivi"]),
-    ((2, 2), ["quest"]),
+    pytest.param((2, 2), ["quest"], marks=pytest.mark.sweep),
     pytest.param((2, 1), list(kvjax.METHODS), marks=pytest.mark.sweep),
     pytest.param((1, 2), SPREAD, marks=pytest.mark.sweep),
   ],

@@ -286,6 +286,7 @@ def test_same_seed_same_text_alone_or_in_a_batch(name):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_same_seed_same_text_on_a_checkpoint(smollm2):
   decoder, tokenizer = convert.load(smollm2)
   questions = ("Name a river.", "Which animal is the largest, and where does it live?")

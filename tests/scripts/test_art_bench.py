@@ -64,6 +64,7 @@ def test_a_contender_of_other_steps_gets_no_time():
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_known_lengths_read_what_they_say():
   """Everything where nothing stops; else each head its own share."""
   cases = list(art.cases(True, only="known"))

@@ -394,8 +394,9 @@ def test_a_table_cuts_what_is_too_long(capsys):
   assert capsys.readouterr().out == "toolo…  12.5\n"
 
 
-# Those of developers that compile for about half a minute and more.
-LONG = ("art", "art_e2e", "cpe", "e2e_sparse", "live", "offload", "prefill", "prr", "quantised")
+# Those of developers that compile for ten seconds and more.
+LONG = ("art", "art_e2e", "batcher", "cpe", "cuts", "e2e_sparse", "forked", "live", "longflow")
+LONG += ("offload", "per_head", "prefill", "prr", "quantised", "scale")
 
 
 @pytest.mark.slow

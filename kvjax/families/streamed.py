@@ -88,10 +88,13 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     return max(1, -(-(spec.capacity - self.init_tokens - self.local) // self.block))
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
-    """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved."""
+    """Per-slot votes; the store and the device's copies; which blocks are copied and retrieved.
+
+    Behind the copies stand the first tokens once more, as they are seen from afar: not rotated.
+    """
     sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
     held = min(self.held, self._stored_blocks(spec))  # no more than there will ever be
-    copies = Leaf("heads", (held * self.block, spec.head_dim), spec.dtype)
+    copies = Leaf("heads", (held * self.block + self.init_tokens, spec.head_dim), spec.dtype)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
     def blocks(count: int) -> Leaf:
@@ -172,13 +175,11 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
     return jnp.where(beyond < 0, pos, turned)
 
-  def _window_slots(self, cache: Cache) -> list[tuple[Int[Array, "B 1"], Int[Array, "B 1"]]]:
-    """Ranges of slots of the window: [start, stop), and the ring's beginning where it goes on."""
-    first, ring = self._first(cache)[:, None], cache.size - self.init_tokens
+  def _window_slots(self, cache: Cache) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
+    """Slots of the window, [start, stop); beyond the last one the ring goes on at its beginning."""
+    first = self._first(cache)[:, None]
     start = self._slot_of(first, cache.size)
-    stop = start + cache.seen[:, None] - first
-    again = jnp.full_like(start, self.init_tokens), stop - ring
-    return [(start, jnp.minimum(stop, cache.size)), again]
+    return start, start + cache.seen[:, None] - first
 
   def _near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
     """Window and chunk side by side; position −1 where a token has left, or is far."""
@@ -206,21 +207,31 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     assert wanted is not None
     return retrieval.hold(at, cache, jnp.where(ok, wanted, -1)), carry
 
-  def _first_tokens(self, at: At, cache: Cache) -> slots.Slots:
-    """The first tokens where they are far, not rotated; position 0, which every query may see."""
-    first = {name: cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v", "pos")}
-    gone = (cache.rows["gone"] > 0)[:, None, None]
-    k = at.env.rope.shift(first["k"], -first["pos"])
-    return {**first, "k": k, "pos": jnp.where(gone, 0, jnp.full_like(first["pos"], -1))}
+  def _with_first(self, at: At, cache: Cache) -> Cache:
+    """The cache that has the first tokens behind its copies of blocks."""
+    if not self.init_tokens:
+      return cache
+    at_first = cache.rows["held"].shape[1] * self.block
+    k, v = (cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v"))
+    k = at.env.rope.shift(k, -jnp.arange(self.init_tokens, dtype=jnp.int32))
+    held = {"held_k": k, "held_v": v}
+    return cache.put(heads={n: cache.heads[n].at[:, :, at_first:].set(x) for n, x in held.items()})
 
-  def _far(self, at: At, cache: Cache) -> slots.Slots:
+  def _far_tiles(self, cache: Cache) -> Int[Array, "B W"]:
+    """Tiles of `block` copies: of the first tokens where they are far, of retrieved blocks, −1."""
+    count, kept = cache.rows["held"].shape[1], cache.rows["kept"]
+    first = count + jnp.arange(-(-self.init_tokens // self.block), dtype=jnp.int32)
+    first = jnp.where(cache.rows["gone"][:, None] > 0, first, -1)
+    return jnp.concatenate([first, kept], 1)
+
+  def _far(self, cache: Cache) -> slots.Slots:
     """First tokens and retrieved blocks; position 0, which every query may see, or −1."""
-    kept, token = cache.rows["kept"], jnp.arange(self.block, dtype=jnp.int32)
-    slot = (kept[..., None] * self.block + token).reshape(kept.shape[0], 1, -1)
+    tiles, token = self._far_tiles(cache), jnp.arange(self.block, dtype=jnp.int32)
+    slot = (tiles[..., None] * self.block + token).reshape(tiles.shape[0], 1, -1)
     slot = jnp.broadcast_to(slot, (*cache.pos.shape[:2], slot.shape[2]))
     blocks = {name: slots.take(cache.heads[f"held_{name}"], slot) for name in ("k", "v")}
-    blocks["pos"] = jnp.where(slot >= 0, 0, -1)
-    return slots.join(self._first_tokens(at, cache), blocks)
+    there = (slot >= 0) & (slot < cache.heads["held_k"].shape[2])
+    return {**blocks, "pos": jnp.where(there, 0, -1)}
 
   # ---- moves: prompt
 
@@ -243,7 +254,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     qpos = jnp.where(index < prompt.valid[:, None], cache.seen[:, None] + index, -1)
     similarity = self.similarity(at, cache, q, new["k"], qpos)
     cache, carry = self._retrieve(at, cache, similarity, carry, prompt.valid[:, None] > 0)
-    far = {f"far_{name}": x for name, x in self._far(at, cache).items()}
+    far = {f"far_{name}": x for name, x in self._far(cache).items()}
     return {**self._near(cache, new), **far}, cache, carry
 
   def attend_prompt(
@@ -283,7 +294,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     old = {**cache.slots, "votes": near["votes"][:, :, :size]}
     new = {**new, "votes": near["votes"][:, :, size:]}
     held = {name: slots.put(x, slot, new[name]) for name, x in old.items()}
-    return cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
+    cache = cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
+    return self._with_first(at, cache)
 
   def _evict(
     self,
@@ -364,16 +376,13 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over near and retrieved tokens; the logits are those of the slots."""
     k, v = cache.slots["k"], cache.slots["v"]
-    near, logits = decode.attend_ranges(at, q, k, v, self._window_slots(cache))
+    window = self._window_slots(cache)
+    near, logits = decode.attend_range(at, q, k, v, *window, ring=self.init_tokens)
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
+    held, tiles = (cache.heads["held_k"], cache.heads["held_v"]), self._far_tiles(cache)
+    far = decode.attend_entries(at, turned, *held, tiles, self.block)
     kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
-    held_k, held_v = cache.heads["held_k"], cache.heads["held_v"]
-    far = decode.attend_entries(at, turned, held_k, held_v, kept, self.block)
     firsts = jnp.where(gone > 0, self.init_tokens, 0)
-    if self.init_tokens:
-      first, start = self._first_tokens(at, cache), jnp.zeros_like(gone)
-      state, _ = decode.attend_ranges(at, turned, first["k"], first["v"], [(start, firsts)])
-      far = softmax_state.merge(state, far)
     blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
     visited = cache.seen[:, None] - self._first(cache)[:, None] + firsts + self.block * blocks
     visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
@@ -397,6 +406,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
     cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
+    cache = self._with_first(at, cache)
     return cache, {"retrieved": retrieval.kept(cache)}
 
 

@@ -126,8 +126,8 @@ def attend_entries(
   """One query per head over the tiles of `unit` slots that a table lists; negative: none."""
   slot = (table[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)).reshape(len(table), 1, -1)
   slot = jnp.broadcast_to(slot, (*k.shape[:2], slot.shape[2]))
+  ok = (slot >= 0) & (slot < k.shape[2])
   k, v = slots_of.take(k, slot), slots_of.take(v, slot)
-  ok = slot >= 0
   logits = logits_of(q[:, :, :, None], k, at.env.soft_cap)[:, :, :, 0]
   logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
   return softmax_state.of_logits(logits, jnp.where(ok[..., None], v, 0))

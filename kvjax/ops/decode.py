@@ -1,7 +1,6 @@
 """Attention of a decode step: over a span, over a plan's table, over ranges and lists."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from kvjax.core.context import At
 from kvjax.core.plan import Attended, CodedSlots, Plan
 from kvjax.ops import attention, shared_slots
 from kvjax.ops.table import choose, declare, kernel
-from kvjax.primitives import softmax_state
 from kvjax.primitives.softmax_state import State
 
 declare(
@@ -152,26 +150,27 @@ def _attended(
   return Attended(state, logits, slot, visited, out.astype(q.dtype))
 
 
-def attend_ranges(
-  at: At, q: Array, k: Array, v: Array, ranges: Sequence[tuple[Array, Array]]
+def attend_range(
+  at: At, q: Array, k: Array, v: Array, start: Array, stop: Array, *, ring: int | None = None
 ) -> tuple[State, Array]:
-  """Attention of one query per head [B, K, G, H] over disjoint ranges of slots, and their logits.
+  """Attention of one query per head [B, K, G, H] over a range of slots, and its logits.
 
-  A range is (start, stop), int32 [B, 1]; it is empty where stop ≤ start. Logits [B, K, G, S] are
-  −∞ outside.
+  The range is [start, stop), int32 [B, 1]; it is empty where stop ≤ start. What of it is beyond the
+  last slot goes on at slot `ring`. Logits [B, K, G, S] are −∞ outside.
   """
-  impl = choose("attend_span", at.env.impl, q, k)
+  impl, slots = choose("attend_span", at.env.impl, q, k), k.shape[2]
   if impl == "reference":
+    first = start, jnp.minimum(stop, slots)
+    ranges = [first] if ring is None else [first, (jnp.full_like(start, ring), stop - slots + ring)]
     return attention.attend_ranges(at, q, k, v, ranges)
   if impl == "jax-triton":
     raise NotImplementedError(
       f"attend_span: {at.name} reads logits (wants_logits); the {impl!r} kernel returns none"
     )
   run = kernel("attend_span", impl)
-  how = {"logits": True, "soft_cap": at.env.soft_cap}
-  parts = [run(q.astype(k.dtype), k, v, *ends, **how) for ends in ranges]
-  state = functools.reduce(softmax_state.merge, (state for state, _, _ in parts))
-  return state, functools.reduce(jnp.maximum, (logits for _, _, logits in parts))
+  how = {"logits": True, "soft_cap": at.env.soft_cap, "ring": ring}
+  state, _, logits = run(q.astype(k.dtype), k, v, start, stop, **how)
+  return state, logits
 
 
 def attend_entries(at: At, q: Array, k: Array, v: Array, table: Array, unit: int) -> State:

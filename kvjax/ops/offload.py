@@ -248,8 +248,8 @@ def fetch(
   Args:
     store: left as it is.
     block: int32; −1: nothing is read or written.
-    copies: "k" and "v" [B, K, D · U, H].
-    place: int32, of D, for no two blocks of a row the same.
+    copies: "k" and "v" [B, K, S, H].
+    place: int32, as counted in blocks of U slots, for no two blocks of a row the same.
     env: where this runs.
   """
   if run := _kernel("fetch_blocks", env):
@@ -264,9 +264,11 @@ def fetch(
       here = ((index >= start) & (index < stop))[..., None, None]
       found = jnp.where(here, slots.take(segment, index - start), found)
       start = stop
-    blocks = copies[name].reshape(batch, heads, -1, *size)
-    into = jnp.where(block >= 0, place, blocks.shape[2])
-    kept[name] = slots.overlaid(blocks, into, found, 2).reshape(copies[name].shape)
+    token = jnp.arange(size[0], dtype=jnp.int32)
+    into = (place[..., None] * size[0] + token).reshape(batch, 1, -1)
+    into = jnp.where(jnp.repeat(block, size[0], 1)[:, None] >= 0, into, copies[name].shape[2])
+    into = jnp.broadcast_to(into, (batch, heads, into.shape[2]))
+    kept[name] = slots.put(copies[name], into, found.reshape(batch, heads, -1, size[1]))
   return kept
 
 

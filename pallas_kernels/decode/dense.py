@@ -62,6 +62,7 @@ def _attend_kernel(
   config: Config,
   scale: stored.Scale,
   sinks: int,
+  ring: int | None,
   whole: bool,
   level: bool,
   finer: int,
@@ -72,7 +73,8 @@ def _attend_kernel(
   """
   rows, groups, _ = sources.q.shape
   slots = sources.k.shape[1]
-  spans = functools.partial(_spans, slots=slots, sinks=sinks, joined=q_sinks_ref is None)
+  turn = 0 if ring is None else slots - ring  # slots of the ring, by which `stop` may exceed S
+  spans = functools.partial(_spans, slots=slots + turn, sinks=sinks, joined=q_sinks_ref is None)
   shared = rows // start_ref.shape[0]  # rows of one range: all heads of a batch row, or one
   logits, coded = logits_ref is not None, bool(sources.per_slot)
 
@@ -86,23 +88,29 @@ def _attend_kernel(
     row, active = piece.row, piece.active
     head, first, stop = spans(start_ref[row // shared], stop_ref[row // shared])
     # Logits are written in vectors: tiles begin where those may; what lies outside is −inf there.
-    wide = logits and not sinks and not coded
+    wide = logits and not sinks and not coded and ring is None
     base = first // ALIGNED * ALIGNED if wide else first
     held: Any = stored.of_row(sources, row, scale, evict="evict_first")
     lanes = held.lanes
     few = lanes.size if coded else pl.next_power_of_2(groups)
 
+    def placed(index: Array, end: Any) -> Array:
+      """Slots of indices below `end`."""
+      again = (index >= slots) & (index < end)
+      return index if ring is None else jnp.where(again, index - turn, index)
+
     def find(base: Any, low: Any, end: Any, i: Any) -> tuple[Array, Array]:
-      slot = base + i * config.tile + jnp.arange(config.tile)
-      return slot, (slot >= low) & (slot < end) if wide else slot < end
+      index = base + i * config.tile + jnp.arange(config.tile)
+      return placed(index, end), (index >= low) & (index < end) if wide else index < end
 
     def write(base: Any, end: Any, i: Any, x: Array) -> None:
-      slot = base + i * config.tile + jnp.arange(config.tile)
+      index = base + i * config.tile + jnp.arange(config.tile)
+      slot, real = placed(index, end), index < end
       if few < lanes.size:  # only rows of queries change threads on their way to memory
         x = jnp.where((lanes < groups)[:, None], x, 0.0)
         x = x.reshape(lanes.size // few, few, config.tile).sum(axis=0)
       lane = jnp.arange(few)
-      mask = (lane < groups)[:, None] & (slot < end)[None, :]
+      mask = (lane < groups)[:, None] & real[None, :]
       backend.store(logits_ref, row, lane[:, None], slot[None, :], value=x * tiling.LN2, mask=mask)
 
     def walk(carry: Any, q: Any, span: tuple[Any, Any, Any], low: Any, high: Any) -> Any:
@@ -121,7 +129,12 @@ def _attend_kernel(
     if logits:
       nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
       # What the span leaves out: between its two parts, and after it.
-      for low, high in ((head, jnp.minimum(first, stop)), (stop, slots)):
+      begins, ends = (head, stop), (jnp.minimum(first, stop), jnp.int32(slots))
+      if ring is not None:  # before the ring, and of it what is free
+        around, free = stop > slots, (jnp.int32(ring), first)
+        begins = head, jnp.where(around, stop - turn, stop)
+        ends = tuple(jnp.where(around, x, y) for x, y in zip(free, ends, strict=True))
+      for low, high in zip(begins, ends, strict=True):
         tiles = jnp.where(
           active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0
         )
@@ -152,6 +165,7 @@ def decode_with_output(
   *,
   sinks: int = 0,
   q_sinks: Float[Array, "B K G H"] | None = None,
+  ring: int | None = None,
   per_slot: Sequence[Float[Array, "B K S"]] | None = None,
   bits: int = 8,
   scale: float | None = None,
@@ -176,6 +190,8 @@ def decode_with_output(
     sinks: number of leading slots that are attended whatever `start` is.
     q_sinks: queries for slots below `sinks`, where those are rotated otherwise; q if None. Not
       over codes.
+    ring: slot from which on slots are a ring: `stop` may be up to S − ring beyond S, where those
+      from `ring` on come again, and start is in the ring then. Without sinks. None: no ring.
     per_slot: of codes, float32: scales of keys and of values, each at least 0; with 4 bits then
       zero points of keys and of values. Queries are rounded to 8 bits per head then, and H is a
       multiple of 16 / bits.
@@ -192,10 +208,14 @@ def decode_with_output(
 
   Raises:
     TypeError: an operand's dtype is not one of the above, or operands differ in dtype.
-    ValueError: shapes do not agree, sinks < 0, or a soft cap is not above 0.
+    ValueError: shapes do not agree, sinks < 0, sinks of a ring, or a soft cap is not above 0.
     NotImplementedError: H or G is larger than the kernel takes.
   """
   check(q, k, v, start, stop, sinks, q_sinks, per_slot, bits)
+  if ring is not None and (sinks or not 0 <= ring < k.shape[2]):
+    raise ValueError(
+      f"ring: found {ring} and sinks = {sinks}, expected a slot of {k.shape[2]} and no sinks"
+    )
   coded = per_slot is not None
   batch, heads, groups, head_dim = q.shape
   rows, slots = batch * heads, k.shape[2]
@@ -211,6 +231,7 @@ def decode_with_output(
     config=config,
     scale=stored.scale_of(q, scale, soft_cap, bits if coded else None, interpret),
     sinks=sinks,
+    ring=ring,
     whole=whole,
     level=level,
     finer=finer,

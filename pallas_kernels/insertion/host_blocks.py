@@ -41,7 +41,7 @@ def _lanes(piece: Any, tokens: int, head_dim: int) -> tuple[Array, Array, Array]
 
 
 def _fetch_kernel(*refs: Any, starts: Sequence[int]) -> None:
-  """block, place [B, R], segments of k, then of v, [B, K, n, U, H], copies k, v [B, K, D · U, H] as
+  """block, place [B, R], segments of k, then of v, [B, K, n, U, H], copies k, v [B, K, S, H] as
   they are -> copies.
   """
   block_ref, place_ref, *segments = refs[:-4]
@@ -129,8 +129,8 @@ def fetch(
   Args:
     store: "k" and "v", each the segments [B, K, n, U, H] of `kvjax.ops.offload.empty`.
     block: int32; −1: nothing is read or written.
-    copies: "k" and "v" [B, K, D · U, H].
-    place: int32, of D, for no two blocks of a row the same.
+    copies: "k" and "v" [B, K, S, H].
+    place: int32, as counted in blocks of U slots, for no two blocks of a row the same.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
   check(store, block)

@@ -89,6 +89,7 @@ def decode_calls(kind: str) -> Calls:
   for dtype, warps in (("bfloat16", 4), ("float16", 4), ("float32", 8)):
     shape, cut = Shape(4, 8, 4, 3200, 128, dtype), Config(64 // (warps // 4), 264, warps, 3)
     yield f"logits-{dtype}", *decode_call(shape, cut, logits=True)
+  yield "ring", *decode_call(Shape(4, 8, 4, 4480), small, logits=True, ring=128)
 
 
 def sizes(shape: Shape) -> dict[str, int]:

@@ -178,6 +178,35 @@ def test_ragged_rows_of_many_tiles_are_cut_finer_or_level():
       held_to(made, case, lambda b, _, stop=stop: range(stop[b, 0]))
 
 
+@pytest.mark.core(2)
+@pytest.mark.parametrize(
+  ("slots", "ring", "dtype", "cut"),
+  [
+    (64, 16, "bfloat16", Config(16, 7, 4, 2)),
+    (100, 37, "float32", Config(32, 5, 4, 2, level=True)),
+    (40, 0, "float16", None),
+    (33, 32, "float32", Config(16, 1, 4, 2)),
+  ],
+)
+def test_a_ring_goes_on_at_its_beginning(slots, ring, dtype, cut):
+  """Windows before the ring's end, over it, all around it, and empty ones; other slots are NaN."""
+  rng, turn = np.random.default_rng(slots), slots - ring
+  case = drawn(rng, (5, 2), 3, slots, 64, dtype)
+  start = np.int32([0, ring, slots - 1, slots - turn // 2, ring])
+  length = np.int32([slots, turn // 2, turn, turn - 1, 0])
+  length[0] -= turn // 3
+
+  def listed(b, _):
+    return [s if s < slots else s - turn for s in range(start[b], start[b] + length[b])]
+
+  run = case.kernel(
+    decode_with_output, read_of(listed, (5, 2, slots)), logits=True, ring=ring, config=cut
+  )
+  held_to(run(start[:, None], (start + length)[:, None]), case, listed)
+  with pytest.raises(ValueError, match=f"ring: found {slots} and sinks = 0, expected a slot"):
+    decode_attention(*case.arrays, *[jnp.zeros((5, 1), jnp.int32)] * 2, ring=slots)
+
+
 @pytest.mark.slow
 def test_ranges_are_clipped_to_the_cache():
   q, k, v = drawn(np.random.default_rng(0), (6, 2), 4, 70, 64, "float32").arrays

@@ -129,12 +129,11 @@ def _attend_kernel(
     if logits:
       nothing = jnp.full((lanes.size, config.tile), -jnp.inf)
       # What the span leaves out: between its two parts, and after it.
-      begins, ends = (head, stop), (jnp.minimum(first, stop), jnp.int32(slots))
-      if ring is not None:  # before the ring, and of it what is free
-        around, free = stop > slots, (jnp.int32(ring), first)
-        begins = head, jnp.where(around, stop - turn, stop)
-        ends = tuple(jnp.where(around, x, y) for x, y in zip(free, ends, strict=True))
-      for low, high in zip(begins, ends, strict=True):
+      hidden: list[Any] = [(head, jnp.minimum(first, stop)), (stop, jnp.int32(slots))]
+      if ring is not None:  # around its end: what is before the ring, and what of it is free
+        around = [(head, jnp.int32(ring)), (stop - turn, first)]
+        hidden = jax.tree.map(lambda x, y: jnp.where(stop > slots, x, y), around, hidden)
+      for low, high in hidden:
         tiles = jnp.where(
           active & (piece.part == 0), pl.cdiv(jnp.maximum(high - low, 0), config.tile), 0
         )

@@ -44,9 +44,8 @@ def _fetch_kernel(*refs: Any, starts: Sequence[int]) -> None:
   """block, place [B, R], segments of k, then of v, [B, K, n, U, H], copies k, v [B, K, S, H] as
   they are -> copies.
   """
-  block_ref, place_ref, *segments = refs[:-4]
-  copies = refs[-2:]
-  _, heads, _, tokens, head_dim = segments[0].shape
+  (block_ref, place_ref, *segments), copies = refs[:-4], refs[-2:]
+  heads, (tokens, head_dim) = segments[0].shape[1], segments[0].shape[3:]
   b, head, entry, piece = _place(heads, pl.cdiv(tokens, PIECE))
   block, place = block_ref[b, entry], place_ref[b, entry]
 

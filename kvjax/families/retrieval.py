@@ -70,6 +70,23 @@ def best(cache: Cache, keys: list[Array], count: int) -> Int[Array, "B R"]:
   return jnp.where(here, block, -1).max(-1)
 
 
+def beside(cache: Cache, blocks: Int[Array, "B R"], count: int) -> Int[Array, "B R"]:
+  """The blocks, the first `count` of them each followed by its neighbours, without the last ones.
+
+  Neighbours that are not stored are left out, and none is named twice.
+  """
+  first, rest = blocks[:, :count], blocks[:, count:]
+  near = jnp.where(first >= 0, first, -2)[..., None] + jnp.array([0, -1, 1], jnp.int32)
+  every = jnp.concatenate([near.reshape(near.shape[0], -1), rest], 1)
+  named = (every >= 0) & (every < cache.rows["gone"][:, None])
+  index = jnp.arange(every.shape[1], dtype=jnp.int32)
+  again = (every[:, None] == every[..., None]) & (index < index[:, None])
+  named &= ~again.any(-1)
+  place = jnp.where(named, jnp.cumsum(named, -1, dtype=jnp.int32) - 1, -1)
+  here = place[:, None] == jnp.arange(blocks.shape[1], dtype=jnp.int32)[:, None]
+  return jnp.where(here, every[:, None], -1).max(-1)
+
+
 def kept(cache: Cache) -> Int[Array, "B R"]:
   """The blocks that the cache has retrieved, best first; −1: none."""
   place = cache.rows["kept"]

@@ -54,6 +54,7 @@ VARIANTS = {
   "ltri, votes by rank": {"ballot": "rank"},
   "ltri, top layer's blocks": {"from_top": True},
   "ltri, by rank, top's blocks": {"ballot": "rank", "from_top": True},
+  "ltri, by rank, top's blocks, beside": {"ballot": "rank", "from_top": True, "beside": 4},
   "ltri, static vectors": {"index": "static"},
   "ltri, mean vectors": {"index": "mean"},
 }

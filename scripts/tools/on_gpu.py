@@ -207,7 +207,7 @@ def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltr
   return Step(f"scripts.studies.needle_recall {where} {how} --methods {names}", limit)
 
 
-WHOLE = 'ltri "ltri, by rank, top\'s blocks" infllm'
+WHOLE = 'ltri "ltri, by rank, top\'s blocks" "ltri, by rank, top\'s blocks, beside" infllm'
 REPAIRS = "'ltri, votes by rank' \"ltri, top layer's blocks\" 'ltri, static vectors'"
 BESIDE = "'ltri, no voting' 'ltri, not persistent' streaming_llm full"
 LTRI = {

@@ -120,7 +120,11 @@ class LtriOracle(Oracle):
         part = 1 / (1 + rank) if self.m.ballot == "rank" else 1.0
         votes[b] = votes.get(b, 0.0) + part * (self.head[1] if self.head else 1.0)
       chosen = sorted(votes, key=lambda b: (-votes[b], -score[b], b))
-    return (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
+    chosen = (sorted(forced) + [b for b in chosen if b not in forced])[: self.m.retrieved]
+    near = [
+      b for best in chosen[: self.m.beside] for b in (best, best - 1, best + 1) if b in stored
+    ]
+    return list(dict.fromkeys(near + chosen[self.m.beside :]))[: self.m.retrieved]
 
 
 class Divided:
@@ -152,6 +156,9 @@ CASES = {
   ),
   "retrieval heads, not persistent": Ltri(
     **SMALL, **PIECES, persistent=False, heads=((0, 3, 0.5), (1, 8, 0.4))
+  ),
+  "neighbours": Ltri(
+    **{**SMALL, "retrieved": 4, "held": 4}, **PIECES, beside=2, heads=((0, 4, 0.6), (1, 7, 0.3))
   ),
 }
 

@@ -56,8 +56,8 @@ class Ltri(Streamed, moves=("divide",)):
   decay" among its settings is that of InfLLM's replacement of device copies, no part of votes; the
   spans of a chunk's queries come from probabilities over the chunk alone, since what is retrieved
   is not yet known; spans that would have more than M vectors share them in proportion; voting by
-  rank and `from_top` are additions; `quantile` and `overlap` are typical values, those that the
-  authors' search found for one model are in their Tabs. 6 and 7.
+  rank, `from_top` and `beside` are additions; `quantile` and `overlap` are typical values, those
+  that the authors' search found for one model are in their Tabs. 6 and 7.
 
   >>> import kvjax
   >>> spec = kvjax.CacheSpec(
@@ -87,6 +87,8 @@ class Ltri(Streamed, moves=("divide",)):
       r-th best.
     from_top: whether decoding goes on, in every layer, with the blocks that the top one retrieved
       for the last chunk of a turn: layers below the first retrieval head have none of their own.
+    beside: how many of the best blocks are retrieved with both neighbours, in the place of the last
+      ones: a fact may lie across a border, and either part alone ask for little.
     prefetch: whether layers with a retrieval head fetch what has most votes before their own
       queries are known, beside the layer below where the device runs both at once, and then what is
       still missing; layers without one do so anyway. Results are the same.
@@ -107,6 +109,7 @@ class Ltri(Streamed, moves=("divide",)):
   voting: bool = True
   ballot: str = one_of(evidence.BALLOTS, "score")
   from_top: bool = False
+  beside: int = least(0, 0)
   prefetch: bool = False
 
   def __post_init__(self):
@@ -347,12 +350,17 @@ class Ltri(Streamed, moves=("divide",)):
         return None, carry
       return retrieval.best(cache, [evidence.some(votes)], self.retrieved), carry
     if not self.voting:
-      return retrieval.best(cache, [similarity], self.retrieved), carry
+      return self._best(cache, [similarity]), carry
     votes = jnp.zeros_like(similarity) if votes is None else votes
     if _indexes(cache):
       votes = evidence.voted(cache, votes, similarity, self.retrieved, self.ballot)
     carry = dataclasses.replace(carry, rows={**carry.rows, "votes": votes})
-    return retrieval.best(cache, [evidence.some(votes), similarity], self.retrieved), carry
+    return self._best(cache, [evidence.some(votes), similarity]), carry
+
+  def _best(self, cache: Cache, keys: list[Array]) -> Int[Array, "B R"]:
+    """The blocks that go first by `keys`, with neighbours of some."""
+    blocks = retrieval.best(cache, keys, self.retrieved)
+    return retrieval.beside(cache, blocks, self.beside) if self.beside else blocks
 
   # ---- after the last chunk
 

@@ -207,15 +207,18 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     assert wanted is not None
     return retrieval.hold(at, cache, jnp.where(ok, wanted, -1)), carry
 
-  def _with_first(self, at: At, cache: Cache) -> Cache:
-    """The cache that has the first tokens behind its copies of blocks."""
+  def _with_first(self, at: At, cache: Cache, after: Array) -> Cache:
+    """The cache that has the first tokens behind its copies of blocks; `after`: see `_evict`."""
     if not self.init_tokens:
       return cache
-    at_first = cache.rows["held"].shape[1] * self.block
     k, v = (cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v"))
     k = at.env.rope.shift(k, -jnp.arange(self.init_tokens, dtype=jnp.int32))
-    held = {"held_k": k, "held_v": v}
-    return cache.put(heads={n: cache.heads[n].at[:, :, at_first:].set(x) for n, x in held.items()})
+    place = slots.once(jnp.int32(cache.rows["held"].shape[1] * self.block), after)
+    held = {
+      name: jax.lax.dynamic_update_slice_in_dim(cache.heads[name], x, place, 2)
+      for name, x in (("held_k", k), ("held_v", v))
+    }
+    return cache.put(heads=held)
 
   def _far_tiles(self, cache: Cache) -> Int[Array, "B W"]:
     """Tiles of `block` copies: of the first tokens where they are far, of retrieved blocks, −1."""
@@ -290,12 +293,13 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     # Of a chunk longer than the ring the last tokens stay.
     stays = (pos < self.init_tokens) | (pos >= last - (size - self.init_tokens))
     slot = jnp.where(stays & (pos < last), self._slot_of(pos, size), size)
+    slot = slots.once(slot, near["votes"])
     slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], prompt.tokens))
     old = {**cache.slots, "votes": near["votes"][:, :, :size]}
     new = {**new, "votes": near["votes"][:, :, size:]}
     held = {name: slots.put(x, slot, new[name]) for name, x in old.items()}
     cache = cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
-    return self._with_first(at, cache)
+    return self._with_first(at, cache, attended.state.o)
 
   def _evict(
     self,
@@ -406,7 +410,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
     cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
-    cache = self._with_first(at, cache)
+    cache = self._with_first(at, cache, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 
 

@@ -222,8 +222,7 @@ def append(
   if run := _kernel("append_blocks", env):
     return OwnRows(run(store.of, new, block, after))
   kept: dict[str, tuple[Array, ...]] = {}
-  # XLA does not see that this is `block`, and would copy a store of which it knows no order.
-  block = jnp.minimum(block, block + jnp.isnan(after).any())
+  block = slots.once(block, after)
   for name, segments in store.of.items():
     index = jnp.broadcast_to(block[:, None], new[name].shape[:3])
     written, start = [], 0

@@ -76,7 +76,8 @@ class Method:
   placement: ClassVar[insertion.Placement | forms.Void] = insertion.Placement.APPEND
   attention: ClassVar[str | forms.Void] = "attend_span"
   _covers: ClassVar[bool | forms.Void] = True  # `span`, of the window and of what leaves
-  # Slots that `keep` leaves alone in rows without new tokens, so that nobody chooses between rows.
+  # Arrays of slots and heads that `keep` leaves alone in rows without new tokens, or so that their
+  # results are the same: nobody chooses between rows.
   _spares: ClassVar[tuple[str, ...] | forms.Void] = ()
 
   @property
@@ -354,7 +355,10 @@ class Method:
     chosen = slots.choose_rows(rows, kept, cache)
     spared = at.top._spares
     if not at.env.check_nan and not isinstance(spared, forms.Void):
-      chosen = chosen.put(slots={name: kept.slots[name] for name in spared})
+      slot, head = (
+        {n: x for n, x in shelf.items() if n in spared} for shelf in (kept.slots, kept.heads)
+      )
+      chosen = chosen.put(slots=slot, heads=head)
     out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
     return out, chosen, carry, lse_of(at, attended)
 

@@ -64,7 +64,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   chunk: int = least(1, 512)
   held: int = 32
   inject: int = least(0, 0)
-  _spares: ClassVar[Any] = ("k", "v")
+  _spares: ClassVar[Any] = ("k", "v", "pos", "held_k", "held_v")
 
   def __post_init__(self):
     retrieved = self.retrieved
@@ -75,6 +75,12 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   def traits(self) -> Traits:
     usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
     return usual.but(endless=True, by_layer=True, stream=Stream(self.chunk))
+
+  @property
+  def _persists(self) -> bool:
+    """True if decoding goes on with the blocks of the last chunk."""
+    stream = self.traits.stream
+    return stream is not None and stream.persists
 
   # ---- shapes
 
@@ -94,7 +100,9 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """
     sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
     held = min(self.held, self._stored_blocks(spec))  # no more than there will ever be
-    copies = Leaf("heads", (held * self.block + self.init_tokens, spec.head_dim), spec.dtype)
+    # A step that retrieves nothing writes there what it finds.
+    size, steady = held * self.block + self.init_tokens, self._persists
+    copies = Leaf("heads", (size, spec.head_dim), spec.dtype, in_place=steady)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
     def blocks(count: int) -> Leaf:
@@ -287,13 +295,14 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
     end = cache.seen + prompt.valid
-    cache = self._evict(at, cache, near, end, ok, prompt.tokens // self.block + 2, attended.state.o)
+    most = prompt.tokens // self.block + 2
+    cache, gone = self._evict(at, cache, near, end, ok, most, attended.state.o)
     size, last = cache.size, end[:, None]
     pos = cache.seen[:, None] + jnp.arange(prompt.tokens, dtype=jnp.int32)
     # Of a chunk longer than the ring the last tokens stay.
     stays = (pos < self.init_tokens) | (pos >= last - (size - self.init_tokens))
     slot = jnp.where(stays & (pos < last), self._slot_of(pos, size), size)
-    slot = slots.once(slot, near["votes"])
+    slot = slots.once(slot, near["votes"], attended.state.o, gone)
     slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], prompt.tokens))
     old = {**cache.slots, "votes": near["votes"][:, :, :size]}
     new = {**new, "votes": near["votes"][:, :, size:]}
@@ -310,7 +319,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     ok: Bool[Array, " B"],
     most: int,
     after: Array,
-  ) -> Cache:
+  ) -> tuple[Cache, Float[Array, "B K E U H"]]:
     """Stores and summarises the blocks after which `local` tokens have come by position `end`.
 
     Args:
@@ -321,6 +330,9 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       ok: rows that take part.
       most: blocks that can leave at once.
       after: see `offload.append`.
+
+    Returns:
+      The cache, and the values of the blocks, zeros in those that stay.
     """
     gone = cache.rows["gone"]
     target = slots.quotient(end - self.local - self.init_tokens, self.block)
@@ -346,7 +358,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     cache = self.summarise(
       at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
     )
-    return cache.put(heads={"store": store}, rows={"gone": gone + count})
+    return cache.put(heads={"store": store}, rows={"gone": gone + count}), new["v"]
 
   # ---- moves: decode
 
@@ -369,8 +381,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   ) -> tuple[Plan, Attended, Carry]:
     """Of everything near and far, once the step's blocks are on the device; notes `Retrieved`."""
     self._sees_alone(at)
-    stream = self.traits.stream
-    if stream is None or not stream.persists:
+    if not self._persists:
       qpos = (cache.seen - 1)[:, None]
       similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
       cache, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
@@ -409,7 +420,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
     )
     ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-    cache = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
+    cache, _ = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
     cache = self._with_first(at, cache, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 

@@ -157,7 +157,7 @@ class Ltri(Streamed, moves=("divide",)):
     held = {
       **{name: Leaf("rows", fill=_of(values, layer)) for name, values in each.items()},
       "score": Leaf("rows", fill=1.0 if head is None else head[1]),
-      "map": Leaf("heads", (spec.groups, self.block, self.block)),
+      "map": Leaf("heads", (spec.groups, self.block, self.block), in_place=True),
       "spans": Leaf("rows", (ring, *spans)),
       "found": own("rows", "spans", spec.batch, blocks, *spans),
     }
@@ -248,7 +248,8 @@ class Ltri(Streamed, moves=("divide",)):
       ok = (pos <= start[:, None, None]) & (start < end)[:, None, None]
       row = spans.maps_of(at, k, asked, ok[..., None, :])[:, :, :, 0, 0]
       # In place. Rows after it are another block's, and are written before this one is whole.
-      index = jnp.where(start < end, start - pos[:, 0, 0], self.block)
+      counts = (start < end) if attended.counted is None else attended.counted & (start < end)
+      index = jnp.where(counts, start - pos[:, 0, 0], self.block)
       held = cache.heads["map"].at[jnp.arange(index.size), :, :, index]
       return held.set(row, mode="drop")[:, :, :, None]
     q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))

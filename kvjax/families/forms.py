@@ -20,7 +20,7 @@ DESCRIBED = {
   "placement": ("victim",),
   "attention": ("attend",),
   "_covers": ("span", "window", "victim", "insert", "rank", "keep", "_always"),
-  "_spares": ("keep",),
+  "_spares": ("stage", "keep"),
   "_scored": ("score",),
   "_renewal": ("summarise",),
 }

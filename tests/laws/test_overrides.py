@@ -695,9 +695,9 @@ INSERTS = {"insert": twice_v}
     (named(Quest, summarise=no_summary)(16), "_renewal", Void(("summarise",))),
     (named(Quest, summarise=no_summary)(16), "_scored", Pages("mean")),
     # of rows that a prompt leaves alone
-    (InfLLM(), "_spares", ("k", "v")),
-    (Through(InfLLM()), "_spares", ("k", "v")),
+    *((m, "_spares", ("k", "v", "pos", "held_k", "held_v")) for m in (InfLLM(), Through(InfLLM()))),
     (named(InfLLM, keep=keeps_nothing)(), "_spares", Void(("keep",))),
+    (named(InfLLM, stage=one_before)(), "_spares", Void(("stage",))),
     # of a span, which is a declaration itself
     (StreamingLLM(8, 1), "_covers", True),
     (Quantised(StreamingLLM(8, 1)), "_covers", True),

@@ -31,17 +31,15 @@ def put(
   return x.at[b, h, slot].set(value.astype(x.dtype), mode="drop")
 
 
-def once(index: Int[Array, "*any"], *known: Float[Array, "..."]) -> Int[Array, "*any"]:
-  """`index`, below 2³¹ − 1, which is known once the arrays are.
+def after(index: Int[Array, "*any"], *made: Float[Array, "..."]) -> Int[Array, "*any"]:
+  """`index`, below 2³¹ − 1, which is known after the arrays are.
 
   A write in place has to come after what reads the array, and for XLA only a dependence says so:
   else it copies the array first. An index that depends on what was made of it makes one.
   """
-  for x in known:
-    first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
-    index = jnp.minimum(
-      index, index + jnp.isnan(first).reshape(())
-    )  # index, and XLA does not see it
+  for x in made:
+    first = jax.lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    index = jnp.minimum(index, index + jnp.isnan(first))  # the same, which XLA does not know
   return index
 
 

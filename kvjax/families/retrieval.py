@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.core import slots
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
+from kvjax.families import sliding
 from kvjax.ops import offload
 from kvjax.primitives.trees import pytree
 
@@ -118,3 +120,24 @@ def hold(at: At, cache: Cache, wanted: Int[Array, "B R"]) -> Cache:
   wanted = jnp.where(missing, wanted, -1)
   copies = offload.fetch(cache.heads["store"], wanted, copies, kept, at.env)
   return cache.put(heads={f"held_{name}": x for name, x in copies.items()}, rows=rows)
+
+
+def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
+  """Caches of all layers that retrieve these blocks in addition to their own (−1 = none).
+
+  Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
+  after the first ones, is in block (t − init_tokens) // block.
+  """
+
+  def force(cache: Cache) -> Cache:
+    room = cache.rows["inject"].shape if "inject" in cache.rows else (cache.seen.shape[0], 0)
+    if room != blocks.shape:
+      raise ValueError(
+        f"blocks: found shape {blocks.shape}, expected {room}, from the method's inject"
+      )
+    if "inject" not in cache.rows:
+      return cache
+    # A copy for each layer: caches are donated, and no array can be twice.
+    return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
+
+  return sliding.rejoined(caches, [force(cache) for cache in sliding.served(caches)])

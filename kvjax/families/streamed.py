@@ -26,7 +26,7 @@ from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Stream, Traits
-from kvjax.families import forms, retrieval, sliding
+from kvjax.families import forms, retrieval
 from kvjax.families.method import Aux, Method, finite_rows
 from kvjax.ops import decode, offload, prefill
 from kvjax.primitives import softmax_state
@@ -54,7 +54,8 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     retrieved: blocks that are attended to in addition to the window.
     chunk: tokens of a prompt that are read at a time.
     held: retrieved blocks of which the device keeps copies; the least recently used leave.
-    inject: how many blocks a caller can force into what is retrieved, see `injected`.
+    inject: how many blocks a caller can force into what is retrieved, see
+      `kvjax.families.retrieval.injected`.
   """
 
   init_tokens: int = least(0, 128)
@@ -221,7 +222,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       return cache
     k, v = (cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v"))
     k = at.env.rope.shift(k, -jnp.arange(self.init_tokens, dtype=jnp.int32))
-    place = slots.once(jnp.int32(cache.rows["held"].shape[1] * self.block), after)
+    place = slots.after(jnp.int32(cache.rows["held"].shape[1] * self.block), after)
     held = {
       name: jax.lax.dynamic_update_slice_in_dim(cache.heads[name], x, place, 2)
       for name, x in (("held_k", k), ("held_v", v))
@@ -302,7 +303,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     # Of a chunk longer than the ring the last tokens stay.
     stays = (pos < self.init_tokens) | (pos >= last - (size - self.init_tokens))
     slot = jnp.where(stays & (pos < last), self._slot_of(pos, size), size)
-    slot = slots.once(slot, near["votes"], attended.state.o, gone)
+    slot = slots.after(slot, near["votes"], attended.state.o, gone)
     slot = jnp.broadcast_to(slot[:, None], (*cache.pos.shape[:2], prompt.tokens))
     old = {**cache.slots, "votes": near["votes"][:, :, :size]}
     new = {**new, "votes": near["votes"][:, :, size:]}
@@ -392,7 +393,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Softmax over near and retrieved tokens; the logits are those of the slots."""
     k, v = cache.slots["k"], cache.slots["v"]
     window = self._window_slots(cache)
-    near, logits = decode.attend_range(at, q, k, v, *window, ring=self.init_tokens)
+    near, logits = decode.attend_ring(at, q, k, v, *window, self.init_tokens)
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
     held, tiles = (cache.heads["held_k"], cache.heads["held_v"]), self._far_tiles(cache)
     far = decode.attend_entries(at, turned, *held, tiles, self.block)
@@ -440,24 +441,3 @@ def _neutral(cls: type[Streamed], length: int) -> Method:
 
 
 settings.register(Streamed, example=_example, neutral=_neutral)
-
-
-def injected(caches: tuple[Any, ...], blocks: Int[Array, "B I"]) -> tuple[Any, ...]:
-  """Caches of all layers that retrieve these blocks in addition to their own (−1 = none).
-
-  Mandatory evidence injection (Tang et al., 2025, Tab. 1). I is the method's `inject`; token t,
-  after the first ones, is in block (t − init_tokens) // block.
-  """
-
-  def force(cache: Cache) -> Cache:
-    room = cache.rows["inject"].shape if "inject" in cache.rows else (cache.seen.shape[0], 0)
-    if room != blocks.shape:
-      raise ValueError(
-        f"blocks: found shape {blocks.shape}, expected {room}, from the method's inject"
-      )
-    if "inject" not in cache.rows:
-      return cache
-    # A copy for each layer: caches are donated, and no array can be twice.
-    return cache.put(rows={"inject": jnp.array(blocks, jnp.int32)})
-
-  return sliding.rejoined(caches, [force(cache) for cache in sliding.served(caches)])

@@ -150,8 +150,8 @@ def _attended(
   return Attended(state, logits, slot, visited, out.astype(q.dtype))
 
 
-def attend_range(
-  at: At, q: Array, k: Array, v: Array, start: Array, stop: Array, *, ring: int | None = None
+def attend_ring(
+  at: At, q: Array, k: Array, v: Array, start: Array, stop: Array, ring: int
 ) -> tuple[State, Array]:
   """Attention of one query per head [B, K, G, H] over a range of slots, and its logits.
 
@@ -160,9 +160,8 @@ def attend_range(
   """
   impl, slots = choose("attend_span", at.env.impl, q, k), k.shape[2]
   if impl == "reference":
-    first = start, jnp.minimum(stop, slots)
-    ranges = [first] if ring is None else [first, (jnp.full_like(start, ring), stop - slots + ring)]
-    return attention.attend_ranges(at, q, k, v, ranges)
+    again = jnp.full_like(start, ring), stop - slots + ring
+    return attention.attend_ranges(at, q, k, v, [(start, jnp.minimum(stop, slots)), again])
   if impl == "jax-triton":
     raise NotImplementedError(
       f"attend_span: {at.name} reads logits (wants_logits); the {impl!r} kernel returns none"

@@ -222,7 +222,7 @@ def append(
   if run := _kernel("append_blocks", env):
     return OwnRows(run(store.of, new, block, after))
   kept: dict[str, tuple[Array, ...]] = {}
-  block = slots.once(block, after)
+  block = slots.after(block, after)
   for name, segments in store.of.items():
     index = jnp.broadcast_to(block[:, None], new[name].shape[:3])
     written, start = [], 0

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.families import retrieval
-from kvjax.families.streamed import Streamed, injected
+from kvjax.families.streamed import Streamed
 from kvjax.methods import labels
 from kvjax.models.decode.generate import pad, prefill
 from kvjax.models.io.tokenizer import Tokenizer
@@ -151,7 +151,7 @@ def answer(
   wanted = [sample.blocks(method) if streams else [] for sample in samples]
   if streams and method.inject:
     forced = [(blocks + [-1] * method.inject)[: method.inject] for blocks in wanted]
-    caches = injected(caches, jnp.array(forced))
+    caches = retrieval.injected(caches, jnp.array(forced))
   tokens, lengths = pad([sample.ids for sample in samples], multiple=room - STEPS)
   traits = method.traits
   # What forgets as it reads needs no whole prompt at once.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Carry, Env, Ltri
-from kvjax.families.streamed import injected
+from kvjax import Carry, Env, InfLLM, Ltri, Prompt
+from kvjax.families.retrieval import injected
 from kvjax.methods.ltri import method
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.ops import offload
@@ -296,6 +297,25 @@ def test_a_map_divided_in_every_step_changes_nothing(monkeypatch):
   caches = [decoded(always) for always in (False, True)]
   assert (np.asarray(caches[0].rows["spans"]) != np.asarray(run.caches[0].rows["spans"])).any()
   chex.assert_trees_all_equal(*caches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [CASES["retrieval heads"], InfLLM(**SMALL)])
+def test_a_chunk_is_written_without_copies(m):
+  """Window, positions and the device's copies of blocks, where the cache is donated."""
+  streams = [Stream.random(i, tokens=12, head_dim=8) for i in range(2)]
+  run, valid = Stack(m, streams), jnp.full(2, 12, jnp.int32)
+
+  def chunk(at, cache, q, k, v, valid):
+    return m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
+
+  for layer, cache in enumerate(run.caches):
+    run_chunk = jax.jit(functools.partial(chunk, m.at(run.env, layer)), donate_argnums=0)
+    given = cache, *columns(streams[layer], [range(12)] * 2), valid
+    program = run_chunk.lower(*given).compile().as_text()
+    arrays = cache.slots["k"], cache.pos, cache.heads["held_k"]
+    shapes = {",".join(map(str, x.shape)) for x in arrays}
+    assert not shapes & set(re.findall(r"\[([\d,]+)\]\S* copy\(", program))
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 import kvjax
 from kvjax import settings
 from kvjax.families import sliding
+from kvjax.families.retrieval import injected
 from kvjax.families.sliding import Sliding
-from kvjax.families.streamed import injected
 from kvjax.methods.double_sparsity import calibrated
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.caches import fork, restore, room, save

@@ -1,5 +1,6 @@
 """Memory of the host: what is there, and what caches that do not fit are told, before they are."""
 
+import jax
 import pytest
 
 from kvjax import CacheSpec, Full, InfLLM, plan_memory
@@ -12,6 +13,8 @@ from kvjax.testing.tiny import model
 SMALL = InfLLM(4, 8, 4, 2)
 HUGE = CacheSpec(1, 1 << 34, kv_heads=8, groups=4, head_dim=128, layers=32)
 GIB = 1 << 30
+# A GPU counts the pool of pinned memory, or its own.
+ON_A_CPU = pytest.mark.skipif(jax.default_backend() == "gpu", reason="caches lie elsewhere")
 
 
 @pytest.fixture
@@ -46,6 +49,7 @@ def test_the_least_of_what_is_left(machine, tmp_path):
   assert host_memory.available() == 8 * GIB
 
 
+@ON_A_CPU
 def test_caches_that_do_not_fit_are_refused_before_anything_is_laid_out(monkeypatch):
   """By every way to them, with the bytes they take and those that there are."""
   monkeypatch.setattr(host_memory, "available", lambda: 60 * GIB)
@@ -63,6 +67,7 @@ def test_caches_that_do_not_fit_are_refused_before_anything_is_laid_out(monkeypa
   memory.check_host(SMALL, model().spec(1, 100))
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("method", [SMALL, Full()], ids=["infllm", "full"])
 def test_what_is_too_long_to_count_is_reckoned(method, monkeypatch):
   spec = model().spec(1, 5 << 10)

@@ -307,7 +307,8 @@ def test_a_chunk_is_written_without_copies(m):
   run, valid = Stack(m, streams), jnp.full(2, 12, jnp.int32)
 
   def chunk(at, cache, q, k, v, valid):
-    return m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
+    out, cache, _ = m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
+    return out, offload.settled(cache)
 
   for layer, cache in enumerate(run.caches):
     run_chunk = jax.jit(functools.partial(chunk, m.at(run.env, layer)), donate_argnums=0)

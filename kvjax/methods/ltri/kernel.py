@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.context import At
 from kvjax.ops.table import declare, pallas
 
-declare("ltri_between", unrun=True, pallas="kvjax.kernels.ltri.divide:between")
-declare("ltri_divide", unrun=True, pallas="kvjax.kernels.ltri.divide:divide")
+declare("ltri_between", pallas="kvjax.kernels.ltri.divide:between")
+declare("ltri_divide", pallas="kvjax.kernels.ltri.divide:divide")
 LARGEST = 128  # tokens of a block whose map a kernel holds in registers
 
 

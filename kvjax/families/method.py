@@ -280,6 +280,15 @@ class Method:
     """
     return caches
 
+  def conclude_step(
+    self, env: Env, caches: tuple[Any, ...], sound: Bool[Array, " B"]
+  ) -> tuple[Any, ...]:
+    """Settles what a step leaves until it has passed through all layers (`Env.defers`).
+
+    Asked as `conclude` is; `sound`: rows that took part, and whose logits are finite.
+    """
+    return caches
+
   # ---- drivers
 
   def decode_step(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.core import settings, slots
 from kvjax.core.cache import Cache, CacheSpec
-from kvjax.core.context import At, Carry, Prompt, Turn
+from kvjax.core.context import At, Carry, Env, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
@@ -31,9 +32,11 @@ from kvjax.families.method import Aux, Method, finite_rows
 from kvjax.ops import decode, offload, prefill
 from kvjax.primitives import softmax_state
 
+MOVES = "summaries", "summarise", "similarity", "choose", "learn", "complete"
+
 
 @dataclasses.dataclass(frozen=True)
-class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", "learn")):
+class Streamed(Method, moves=MOVES):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
   A subclass defines which vectors represent a block (`summaries`, `summarise`), how similar they
@@ -171,6 +174,17 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     """Notes what else to remember of a chunk's attention, q [B, K, G, A, H], before it is kept."""
     return cache
 
+  def complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
+    """Notes what is known of a block once its last token, the row's newest, has been decoded.
+
+    Args:
+      at: where this runs.
+      cache: after `learn`.
+      end: tokens seen, the new one included; it may be in the middle of a block.
+      ok: rows that take part.
+    """
+    return cache
+
   # ---- geometry
 
   def _first(self, cache: Cache) -> Int[Array, " B"]:
@@ -292,10 +306,11 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     votes = prefill.column_mass(at, q, qpos, near, None, attended.state, past=cache.size)
     near = {**near, "votes": near["votes"] + votes}
     cache = self.learn(at, cache, near, q, qpos, attended)
-    ok = prompt.valid > 0
+    ok, end = prompt.valid > 0, cache.seen + prompt.valid
+    if prompt.tokens == 1:
+      cache = self.complete(at, cache, end, ok)
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
-    end = cache.seen + prompt.valid
     most = prompt.tokens // self.block + 2
     cache, gone = self._evict(at, cache, near, end, ok, most, attended.state.o)
     size, last = cache.size, end[:, None]
@@ -420,10 +435,56 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     cache = self.learn(
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
     )
-    ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-    cache, _ = self._evict(at, cache, near, cache.seen, ok, 1, attended.state.o)
-    cache = self._with_first(at, cache, attended.state.o)
+    if not at.env.defers:
+      ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
+      (cache,) = self._settled([at], [cache], ok, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
+
+  def conclude_step(
+    self, env: Env, caches: tuple[Any, ...], sound: Bool[Array, " B"]
+  ) -> tuple[Any, ...]:
+    """Settles the blocks that end with the step, of all layers under one condition."""
+    places = [self.at(env, layer) for layer in range(len(caches))]
+    return self._settled(places, caches, sound, sound.astype(jnp.float32))
+
+  def _settled(
+    self, places: list[At], caches: Sequence[Cache], ok: Bool[Array, " B"], after: Array
+  ) -> tuple[Cache, ...]:
+    """Caches of layers once the blocks that a token makes whole, or has leave, are seen to.
+
+    That is once in `block` tokens of a row: it stands behind a condition. For an answer to one a
+    GPU's host waits, so that there a single layer goes without.
+
+    Args:
+      places: where the layers are.
+      caches: theirs, after the step, all at the same tokens.
+      ok: rows that take part.
+      after: see `offload.append`.
+    """
+
+    def settle(shelves: list[Any]) -> list[Any]:
+      done = []
+      for at, cache, (heads, rows) in zip(places, caches, shelves, strict=True):
+        cache = self.complete(at, cache.put(heads=heads, rows=rows), cache.seen, ok)
+        cache, _ = self._evict(at, cache, cache.slots, cache.seen, ok, 1, after)
+        cache = self._with_first(at, cache, after)
+        done.append((cache.heads, cache.rows))
+      return offload.loose(done)
+
+    shelves = offload.loose([(cache.heads, cache.rows) for cache in caches])
+    if len(places) == 1 and offload.on_host():
+      shelves = settle(shelves)
+    else:
+      due = ok & self._ends(caches[0])
+      shelves = jax.lax.cond(due.any(), settle, lambda shelves: shelves, shelves)
+    pairs = zip(caches, shelves, strict=True)
+    return tuple(cache.put(heads=heads, rows=rows) for cache, (heads, rows) in pairs)
+
+  def _ends(self, cache: Cache) -> Bool[Array, " B"]:
+    """Rows whose newest token is the last one of a block, or has one leave the window."""
+    beyond = cache.seen - self.init_tokens
+    whole = (beyond > 0) & (slots.remainder(beyond, self.block) == 0)
+    return whole | (slots.quotient(beyond - self.local, self.block) > cache.rows["gone"])
 
 
 def _example(cls: type[Streamed], budget: int) -> Method:

@@ -275,24 +275,29 @@ class Transformer(nnx.Module):
     new, reports = [], []
     with self.products_traced():
       x, parts = self.embed(tokens), None
-      for at, layer, cache in zip(self.places(method), self.layers, caches, strict=True):
+      for at, layer, cache in zip(self.places(method, True), self.layers, caches, strict=True):
         x, parts, cache, carry, aux = layer.decode(at, x, parts, cache, live, carry)
         new.append(cache)
         reports.append(aux)
       logits = self.predict_next(x, parts)
-    caches = tuple(new)
+      sound = live & jnp.isfinite(logits).all(-1)
+      caches = self._by_served(method.conclude_step, tuple(new), sound)
     return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
-  def places(self, method: Method) -> list[At]:
+  def places(self, method: Method, defers: bool = False) -> list[At]:
     """Site of each layer's attention: under the method, or in the model's own window."""
-    c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks)
+    c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks, defers=defers)
     return sliding.places(method, env, c.windows, c.window_rope)
 
   def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
     """Caches that the method has settled once a chunk has passed through all of its layers."""
+    return self._by_served(method.conclude, caches, lengths)
+
+  def _by_served(self, move: Callable[..., Any], caches: Caches, rows: Array) -> Caches:
+    """Caches after a move of the method's, which is asked for its own layers together."""
     env = dataclasses.replace(self.env, layers=max(1, self.config.served))
     own = sliding.served(caches)
-    return sliding.rejoined(caches, method.conclude(env, own, lengths) if own else ())
+    return sliding.rejoined(caches, move(env, own, rows) if own else ())
 
   def _on_mesh(
     self, run: Callable[..., Any], method: Method, with_aux: bool, caches: Caches, *args: Array

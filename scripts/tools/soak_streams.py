@@ -127,18 +127,21 @@ def run(folder: pathlib.Path, places: list[int], rng: random.Random) -> dict[str
       [*command, "--alone", str(folder)], stdout=subprocess.PIPE, text=True
     ) as process:
       assert process.stdout is not None
-      seen = 0
+      seen, killed = 0, False
       for line in process.stdout:
         word, *rest = line.split()
         if word == "from" and kills:
           kills[-1]["resumed"] = int(rest[0])
         seen = int(rest[0]) if rest else seen
         # Every third one while it saves.
-        if place is not None and seen >= place and (number % 3 != 2 or word == "saving"):
+        due = place is not None and seen >= place and (number % 3 != 2 or word == "saving")
+        if due and not killed:
           time.sleep(rng.random() * 0.2)
           process.send_signal(signal.SIGKILL)
-          kills.append({"at": seen, "saving": word == "saving"})
-          break
+          kills.append({})
+          killed = True
+        if killed:  # the last thing that it said before it died
+          kills[-1] |= {"at": seen, "saving": word == "saving"}
     if place is None and process.returncode:
       raise RuntimeError(f"the process that read to the end failed with {process.returncode}")
   return {**json.loads((folder / RESULT).read_text()), "kills": kills}

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import Carry, Env, InfLLM, Ltri, Prompt
+from kvjax.families import streamed
 from kvjax.families.retrieval import injected
-from kvjax.methods.ltri import method
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.ops import offload
 from kvjax.programs.retrieval_heads import Asking
@@ -278,25 +278,37 @@ def test_persistent_decode_moves_nothing(persistent):
 
 
 @pytest.mark.slow
-def test_a_map_divided_in_every_step_changes_nothing(monkeypatch):
-  """On a GPU a step divides its map whether or not it ends a block."""
-  m, stream = Ltri(**SMALL, **PIECES), Stream.random(10, tokens=70, head_dim=8)
-  run = Stack(m, [stream], capacity=70)
-  run.prefill([12, 12], [0, 0], 12)
+@pytest.mark.parametrize("m", [CASES["retrieval heads"], CASES["not persistent"], InfLLM(**SMALL)])
+def test_blocks_that_end_are_settled_alike(m, monkeypatch):
+  """A layer at a time, behind a condition or in every step; or all layers together, after them."""
+  streams = [Stream.random(i, tokens=60, head_dim=8) for i in range(2)]
+  run = Stack(m, streams, capacity=60)
+  run.prefill([12, 9], [0, 0], 12)
 
-  def decoded(always):
-    # The name that `learn` asks; where stores lie stays as it is.
-    monkeypatch.setattr(method, "offload", Divided(offload, always))
-    decode = functools.partial(m.decode_step, m.at(Env(1, tile=4), 0))
-    step = jax.jit(lambda *x: offload.settled(decode(*x)[1]))
-    cache = run.caches[0]
-    for t in range(12, 24):
-      cache = step(cache, *columns(stream, [t, t]), jnp.ones(2, bool), Carry())
-    return cache
+  def decoded(defers=False, hosted=False):
+    # The name that a step asks; where stores lie stays as it is.
+    monkeypatch.setattr(streamed, "offload", Divided(offload, hosted))
+    env = Env(2, tile=4, defers=defers)
 
-  caches = [decoded(always) for always in (False, True)]
-  assert (np.asarray(caches[0].rows["spans"]) != np.asarray(run.caches[0].rows["spans"])).any()
-  chex.assert_trees_all_equal(*caches)
+    def step(caches, columns, live):
+      carry, done = Carry(), []
+      for layer, (cache, given) in enumerate(zip(caches, columns, strict=True)):
+        _, cache, carry, _ = m.decode_step(m.at(env, layer), cache, *given, live, carry)
+        done.append(cache)
+      caches = m.conclude_step(env, tuple(done), live) if defers else tuple(done)
+      return offload.settled(caches)
+
+    caches, step = run.caches, jax.jit(step)
+    for t in range(12, 36):
+      live = jnp.array([True, t % 5 > 0])  # a row that rests between blocks, and at their ends
+      at = np.asarray(caches[0].seen)
+      caches = step(caches, [columns(stream, at.tolist()) for stream in streams], live)
+    return caches
+
+  one, every, together = decoded(), decoded(hosted=True), decoded(defers=True)
+  assert run.caches[0].rows["gone"].tolist() == [0, 0] and one[0].rows["gone"].tolist() == [4, 2]
+  chex.assert_trees_all_equal(one, every)
+  chex.assert_trees_all_equal(one, together)
 
 
 @pytest.mark.slow
@@ -307,7 +319,7 @@ def test_a_chunk_is_written_without_copies(m):
   run, valid = Stack(m, streams), jnp.full(2, 12, jnp.int32)
 
   def chunk(at, cache, q, k, v, valid):
-    out, cache, _ = m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
+    out, cache, *_ = m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
     return out, offload.settled(cache)
 
   for layer, cache in enumerate(run.caches):

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -178,7 +177,7 @@ class Ltri(Streamed, moves=("divide",)):
   def learn(
     self, at: At, cache: Cache, near: slots.Slots, q: Array, qpos: Array, attended: Attended
   ) -> Cache:
-    """Adds the new queries' rows to the maps of their blocks, and divides those that are whole."""
+    """Adds the new queries' rows to the maps of their blocks; divides those a chunk makes whole."""
     if not _indexes(cache):
       return cache
     tokens = qpos.shape[1]
@@ -190,27 +189,40 @@ class Ltri(Streamed, moves=("divide",)):
     token = jnp.arange(self.block, dtype=jnp.int32)
     pos = self.init_tokens + block[..., None] * self.block + token  # [B, E, U]
     maps = self._maps(at, cache, near, q, attended, pos, start, end)
-    whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
-
-    def divided(maps: Array) -> Array:
-      return vectors.packed(*self.divide(at, cache, maps, jnp.where(whole, self.block, 0)))
-
-    if tokens > 1 or offload.on_host():  # a GPU's host would wait for an answer, which costs more
-      found = divided(maps)
-    else:  # a block becomes whole once in many steps
-      shape = jax.eval_shape(divided, maps)
-      found = jax.lax.cond(
-        whole.any(), divided, lambda _: jnp.zeros(shape.shape, shape.dtype), maps
-      )
-    ring = cache.rows["spans"].shape[1]
-    into = jnp.where(whole, slots.remainder(block, ring), ring)
-    known = slots.overlaid(cache.rows["spans"], into, found)
     if blocks == 1:
-      return cache.put(rows={"spans": known}, heads={"map": maps[:, :, :, 0]})
+      return cache.put(heads={"map": maps[:, :, :, 0]})
+    whole = (pos[..., -1] < end[:, None]) & (pos[..., -1] >= start[:, None])
+    cache = self._divided(at, cache, maps, block, whole)
     newest = jnp.clip(slots.quotient(end - self.init_tokens, self.block) - first, 0, blocks - 1)
     newest = jnp.expand_dims(newest, range(1, maps.ndim))
     newest = jnp.take_along_axis(maps, newest, 3, mode="clip")[:, :, :, 0]
-    return cache.put(rows={"spans": known}, heads={"map": newest})
+    return cache.put(heads={"map": newest})
+
+  def complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
+    """Divides the map of the block whose last token is at `end` − 1."""
+    if not _indexes(cache):
+      return cache
+    beyond = end - self.init_tokens
+    whole = ok & (beyond > 0) & (slots.remainder(beyond, self.block) == 0)
+    block = slots.quotient(jnp.maximum(beyond - 1, 0), self.block)
+    maps = cache.heads["map"][:, :, :, None]
+    return self._divided(at, cache, maps, block[:, None], whole[:, None])
+
+  def _divided(
+    self,
+    at: At,
+    cache: Cache,
+    maps: Float[Array, "B K G E U U"],
+    block: Int[Array, "B E"],
+    whole: Bool[Array, "B E"],
+  ) -> Cache:
+    """The cache that knows the spans of the blocks that are whole."""
+    found = self.divide(at, cache, maps, jnp.where(whole, self.block, 0))
+    ring = cache.rows["spans"].shape[1]
+    into = jnp.where(whole, slots.remainder(block, ring), ring)
+    return cache.put(
+      rows={"spans": slots.overlaid(cache.rows["spans"], into, vectors.packed(*found))}
+    )
 
   def divide(
     self, at: At, cache: Cache, maps: Float[Array, "B K G E U U"], length: Int[Array, "B E"] | None

@@ -151,6 +151,8 @@ class Plan:
     window: the positions that the query may see; None: all.
     needs: further requirements of the method (static).
     codes: of the slots, where keys and values are kept as such.
+    live: bool [B], rows that take part in the step, for moves that write where nobody chooses
+      between rows; None: not said.
   """
 
   span: Span
@@ -162,6 +164,7 @@ class Plan:
   window: Window | None = None
   needs: Needs = Needs()
   codes: CodedSlots | None = None
+  live: Array | None = None
 
   def listed(
     self,

@@ -319,7 +319,7 @@ class Method:
     entrance.check_step(at, cache, q, k, v, live)
     old = cache
     q, cache = entrance.enter_token(at, cache, q, k, v, live)
-    visible = sight.visible(at, cache)
+    visible = dataclasses.replace(sight.visible(at, cache), live=live)
     plan, attended, carry = at.top.plan_and_attend(at, cache, q, visible, carry)
     if plan.table is not None and at.top.traits.wants_logits:
       attended = attention.at_slots(attended, cache.size)

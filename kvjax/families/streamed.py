@@ -104,13 +104,12 @@ class Streamed(Method, moves=MOVES):
     """
     sizes = spec.batch, spec.kv_heads, self._stored_blocks(spec), self.block, spec.head_dim
     held = min(self.held, self._stored_blocks(spec))  # no more than there will ever be
-    # A step that retrieves nothing writes there what it finds.
-    size, steady = held * self.block + self.init_tokens, self._persists
-    copies = Leaf("heads", (size, spec.head_dim), spec.dtype, in_place=steady)
+    size = held * self.block + self.init_tokens
+    copies = Leaf("heads", (size, spec.head_dim), spec.dtype, in_place=True)
     store = functools.partial(offload.empty, *sizes, spec.dtype)
 
     def blocks(count: int) -> Leaf:
-      return Leaf("rows", (count,), jnp.int32, -1)
+      return Leaf("rows", (count,), jnp.int32, -1, in_place=True)  # as the copies that they name
 
     return {
       **super().leaves(spec, layer),
@@ -220,6 +219,7 @@ class Streamed(Method, moves=MOVES):
     self, at: At, cache: Cache, similarity: Array, carry: Carry, ok: Bool[Array, "B 1"]
   ) -> tuple[Cache, Carry]:
     """The cache that holds what the layer chooses in rows that are ok, and what it hands on."""
+    old = cache
     foreseen, _ = self.choose(at, cache, None, carry)
     if foreseen is not None:
       cache = retrieval.hold(at, cache, jnp.where(ok, foreseen, -1))
@@ -228,7 +228,9 @@ class Streamed(Method, moves=MOVES):
       cache = cache.put(rows={"used_at": jnp.minimum(cache.rows["used_at"], before)})
     wanted, carry = self.choose(at, cache, similarity, carry)
     assert wanted is not None
-    return retrieval.hold(at, cache, jnp.where(ok, wanted, -1)), carry
+    cache = retrieval.hold(at, cache, jnp.where(ok, wanted, -1))
+    named = "held", "used_at", "kept"
+    return cache.put(rows={n: jnp.where(ok, cache.rows[n], old.rows[n]) for n in named}), carry
 
   def _with_first(self, at: At, cache: Cache, after: Array) -> Cache:
     """The cache that has the first tokens behind its copies of blocks; `after`: see `_evict`."""
@@ -398,9 +400,10 @@ class Streamed(Method, moves=MOVES):
     """Of everything near and far, once the step's blocks are on the device; notes `Retrieved`."""
     self._sees_alone(at)
     if not self._persists:
-      qpos = (cache.seen - 1)[:, None]
+      assert visible.live is not None  # of a step
+      qpos, live = (cache.seen - 1)[:, None], visible.live[:, None]
       similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
-      cache, carry = self._retrieve(at, cache, similarity, carry, qpos >= 0)
+      cache, carry = self._retrieve(at, cache, similarity, carry, live)
     plan, attended, carry = super().plan_and_attend(at, cache, q, visible, carry)
     return plan, attended.noting(retrieval.Retrieved(cache)), carry
 

@@ -313,22 +313,27 @@ def test_blocks_that_end_are_settled_alike(m, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [CASES["retrieval heads"], InfLLM(**SMALL)])
-def test_a_chunk_is_written_without_copies(m):
-  """Window, positions and the device's copies of blocks, where the cache is donated."""
+def test_nothing_is_copied_to_be_written(m):
+  """Window and the device's copies of blocks, by a chunk positions too; the cache is donated."""
   streams = [Stream.random(i, tokens=12, head_dim=8) for i in range(2)]
-  run, valid = Stack(m, streams), jnp.full(2, 12, jnp.int32)
+  run, rows = Stack(m, streams), jnp.full(2, 12, jnp.int32)
 
   def chunk(at, cache, q, k, v, valid):
     out, cache, *_ = m.prefill(at, cache, q, k, v, Prompt(valid, valid, None, 12, None), Carry())
     return out, offload.settled(cache)
 
+  def step(at, cache, q, k, v, valid):
+    out, cache, *_ = m.decode_step(at, cache, q, k, v, valid > 0, Carry())
+    return out, offload.settled(cache)
+
   for layer, cache in enumerate(run.caches):
-    run_chunk = jax.jit(functools.partial(chunk, m.at(run.env, layer)), donate_argnums=0)
-    given = cache, *columns(streams[layer], [range(12)] * 2), valid
-    program = run_chunk.lower(*given).compile().as_text()
-    arrays = cache.slots["k"], cache.pos, cache.heads["held_k"]
-    shapes = {",".join(map(str, x.shape)) for x in arrays}
-    assert not shapes & set(re.findall(r"\[([\d,]+)\]\S* copy\(", program))
+    for driver, tokens in ((chunk, range(12)), (step, 0)):
+      program = jax.jit(functools.partial(driver, m.at(run.env, layer)), donate_argnums=0)
+      given = cache, *columns(streams[layer], [tokens] * 2), rows
+      text = program.lower(*given).compile().as_text()
+      arrays = cache.slots["k"], cache.heads["held_k"], *[cache.pos] * (driver is chunk)
+      shapes = {",".join(map(str, x.shape)) for x in arrays}
+      assert not shapes & set(re.findall(r"\[([\d,]+)\]\S* copy\(", text)), driver
 
 
 @pytest.mark.slow

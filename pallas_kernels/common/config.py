@@ -155,7 +155,8 @@ def streaming(
   many; its products fit the registers of four warps. Where keys are few and each has one query,
   two programs share a multiprocessor at least: one alone waits for its tiles. Many short rows are
   a program each, whatever their lengths: among them a program looks for its piece longer than it
-  reads the longest.
+  reads the longest. Wide heads take smaller tiles and a stage more, and where there is much to
+  read two programs a multiprocessor: one that holds large tiles has fewer bytes on their way.
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize
@@ -166,14 +167,18 @@ def streaming(
   if slots * per_slot <= SHORT and rows >= MANY * here.cores:
     return Config(tile=tile, programs=1, warps=4, stages=3)
 
+  stages, wide = 3, columns > 128
+  if wide:
+    tile, stages = min(tile, STREAMED // 2 // per_slot), 4
+
   def busy(times: int) -> float:
     pieces = rows * max(1, times * here.cores // rows)
     enough = 2 * pieces <= rows * max(1, slots // tile)
     return pieces / (here.cores * math.ceil(pieces / here.cores)) if enough else 0.0
 
-  tried = range(2 if few and groups == 1 else 1, 5)
+  tried = (2,) if wide and not few else range(2 if few and groups == 1 else 1, 5)
   times = next((n for n in tried if busy(n) >= LEVEL), max(tried, key=busy))
-  return Config(tile=tile, programs=times * here.cores, warps=4, stages=3)
+  return Config(tile=tile, programs=times * here.cores, warps=4, stages=stages)
 
 
 def heuristic(here: Device, *, head_dim: int, itemsize: int) -> Config:

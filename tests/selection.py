@@ -38,12 +38,13 @@ def tokens_of(tiles, unit, seen):
   return [p for j in tiles for p in range(j * unit, min((j + 1) * unit, seen))]
 
 
-def page_bounds(stream, b, h, t, page, group="mean"):
+def page_bounds(stream, b, h, t, page, group="mean", outward=lambda low, high: (low, high)):
   """Quest's bound Σ_d max(q_d·min_d, q_d·max_d) of every page of the tokens 0 … t."""
   heads = queries(stream, b, h, t)
   heads = heads.mean(0, keepdims=True) if group == "mean" else heads
   pages = [keys(stream, b, h, range(j, min(j + page, t + 1))) for j in range(0, t + 1, page)]
-  return [np.maximum(heads * k.min(0), heads * k.max(0)).sum(-1).max() for k in pages]
+  found = [outward(k.min(0), k.max(0)) for k in pages]
+  return [np.maximum(heads * low, heads * high).sum(-1).max() for low, high in found]
 
 
 def block_scores(stream, b, h, t, m, cap=None):

@@ -1,8 +1,10 @@
 """Quest: pages whose keys could score high for this query (Tang et al., ICML 2024)."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.core import settings
@@ -40,12 +42,15 @@ class Quest(Selective):
     budget: tokens read per KV head and step, the newest page's included.
     page: tokens per page.
     group: "mean", the group's mean query bounds a page, or "max", the head whose bound is largest.
+    extremes: "exact", or "int8": rounded outward to codes of a page's power of two
+      (`kvjax.ops.extremes`), half the bytes. Bounds hold, but are wider: other pages may be chosen.
     dense_layers: first layers that attend to everything (§4.1: 2).
   """
 
   budget: int = 1024
   page: int = least(1, 16)
   group: str = one_of(("mean", "max"), "mean")
+  extremes: str = one_of(("exact", "int8"), "exact")
   dense_layers: int = dataclasses.field(default=2, kw_only=True)
 
   anywhere: ClassVar[bool] = True  # the bounds of a page hold for any keys
@@ -65,27 +70,34 @@ class Quest(Selective):
 
   def summaries(self, spec: CacheSpec) -> dict[str, Leaf]:
     shape = -(-spec.capacity // self.page), spec.head_dim
-    # A function of the keys.
-    extremes = Leaf("heads", shape, spec.dtype, in_place=True, along_slots=True)
-    return {"key_min": extremes, "key_max": extremes}
+    coded = self.extremes == "int8"
+    # Functions of the keys.
+    leaf = functools.partial(Leaf, "heads", in_place=True, along_slots=True)
+    extremes = leaf(shape, jnp.int8 if coded else spec.dtype)
+    exponent = {"key_exponent": leaf(shape[:1], jnp.int8)} if coded else {}
+    return {"key_min": extremes, "key_max": extremes, **exponent}
 
   def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     return tiles.with_extremes(cache, start, tokens, page=self.page)
 
   @property
-  def _renewal(self) -> summaries_ops.Extremes:
-    return summaries_ops.Extremes(self.page)
+  def _renewal(self) -> summaries_ops.Renewal:
+    exact = self.extremes == "exact"
+    return (summaries_ops.Extremes if exact else summaries_ops.CodedExtremes)(self.page)
 
   @property
-  def _scored(self) -> scores.Pages:
-    return scores.Pages(self.group)
+  def _scored(self) -> scores.Pages | None:
+    return scores.Pages(self.group) if self.extremes == "exact" else None
 
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K P"]:
     """Σ_d max(q_d·min_d, q_d·max_d) ≥ q·k for all keys of a page (Alg. 1)."""
-    pages = cache.heads["key_min"], cache.heads["key_max"]
-    return scores.page_bounds(at, visible, q, *pages, unit=self.page, group=self.group)
+    pages, exponent = (
+      (cache.heads["key_min"], cache.heads["key_max"]),
+      cache.heads.get("key_exponent"),
+    )
+    return scores.page_bounds(at, visible, q, *pages, exponent, unit=self.page, group=self.group)
 
 
 def _example(cls: type[Quest], budget: int) -> Method:

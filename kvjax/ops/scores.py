@@ -6,15 +6,18 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int8, Num
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Plan
-from kvjax.ops import attention, slot_shards, tiles
+from kvjax.ops import attention, extremes, slot_shards, tiles
 from kvjax.ops.table import declare, pallas
 
-declare("page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds")
+PAGE_BOUNDS = declare("page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds")
+CODED_BOUNDS = declare(
+  "coded_page_bounds", unrun=True, pallas="kvjax.kernels.selection.page_bounds:page_bounds"
+)
 KEY_LOGITS = declare("key_logits", pallas="kvjax.kernels.selection.key_weights:key_logits")
 KEY_WEIGHTS = declare("key_weights", pallas="kvjax.kernels.selection.key_weights:key_weights")
 
@@ -43,8 +46,9 @@ def page_bounds(
   at: At,
   visible: Plan,
   q: Float[Array, "B K G H"],
-  low: Float[Array, "B K P H"],
-  high: Float[Array, "B K P H"],
+  low: Num[Array, "B K P H"],
+  high: Num[Array, "B K P H"],
+  exponent: Int8[Array, "B K P"] | None = None,
   *,
   unit: int,
   group: str,
@@ -56,17 +60,19 @@ def page_bounds(
   Args:
     at, visible, q: of a decode step; the plan of all visible slots.
     low, high: minimum and maximum of every page's keys, channel by channel.
+    exponent: of the steps that they count, where they are codes (`ops.extremes`).
     unit: tokens per page.
     group: "mean", the group's mean query, or "max", the query whose bound is largest.
   """
-  if run := pallas(at, "page_bounds", whole=True):
+  if run := pallas(at, PAGE_BOUNDS if exponent is None else CODED_BOUNDS, whole=True):
     span = visible.span
     sizes = {"unit": unit, "span_sinks": span.sinks}
-    return run(q, low, high, span.start, span.stop, group=group, **sizes)
+    return run(q, low, high, span.start, span.stop, exponent, group=group, **sizes)
 
   def bound(q: Float[Array, "B K H"]) -> Float[Array, "B K P"]:
     q = q[:, :, None] * q.shape[-1] ** -0.5
-    return jnp.maximum(q * low, q * high).sum(-1)
+    sums = jnp.maximum(q * low, q * high).sum(-1)
+    return sums if exponent is None else sums * extremes.steps(exponent)
 
   q = q.astype(jnp.float32)
   if group == "mean":

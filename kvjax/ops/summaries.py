@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from kvjax.core.cache import Cache
@@ -15,6 +16,11 @@ from kvjax.ops import slot_shards
 from kvjax.ops.table import declare, pallas
 
 declare("renew_extremes", pallas="kvjax.kernels.selection.summaries:renew_extremes")
+declare(
+  "renew_coded_extremes",
+  unrun=True,
+  pallas="kvjax.kernels.selection.summaries:renew_coded_extremes",
+)
 declare("renew_mean", pallas="kvjax.kernels.selection.summaries:renew_mean")
 
 Summarise = Callable[[Cache, Array, int], Cache]
@@ -30,6 +36,15 @@ class Extremes:
 
 
 @dataclasses.dataclass(frozen=True)
+class CodedExtremes:
+  """The same in 8 bits, with "key_exponent" (`ops.extremes`)."""
+
+  unit: int
+  operation: ClassVar[str] = "renew_coded_extremes"
+  summaries: ClassVar[tuple[str, ...]] = ("key_min", "key_max", "key_exponent")
+
+
+@dataclasses.dataclass(frozen=True)
 class Means:
   """Means of `width` keys, one every `stride` tokens: "compressed"."""
 
@@ -39,7 +54,7 @@ class Means:
   summaries: ClassVar[tuple[str, ...]] = ("compressed",)
 
 
-Renewal = Extremes | Means
+Renewal = Extremes | CodedExtremes | Means
 
 
 def renewed(at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None) -> Cache:
@@ -56,6 +71,7 @@ def _kernel(at: At, cache: Cache, renewal: Renewal) -> Callable | None:
 
   Their dtype is float32, and not their summary's.
   """
-  if cache.slots["k"].dtype != cache.heads[renewal.summaries[0]].dtype:
+  keys, held = cache.slots["k"].dtype, cache.heads[renewal.summaries[0]].dtype
+  if keys == jnp.float32 if isinstance(renewal, CodedExtremes) else keys != held:
     return None
   return pallas(at, renewal.operation, whole=True)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.core import slots
 from kvjax.core.cache import Cache
 from kvjax.core.plan import Span
+from kvjax.ops import extremes
 
 
 def visible(span: Span, start: Int[Array, "*#BKP"], width: int) -> Bool[Array, "B K P"]:
@@ -159,13 +160,15 @@ def write(
 
 def with_extremes(cache: Cache, start: Int[Array, "B *K"], tokens: int, *, page: int) -> Cache:
   """The cache with "key_min" and "key_max", by channel, of the pages that hold any of the slots
-  [start, start + tokens).
+  [start, start + tokens); in 8 bits where it has "key_exponent" (`ops.extremes`).
   """
   touching = touched(start, tokens, width=page, stride=page)
   k, filled = keys(cache, touching, width=page, stride=page)
   ok = begun(cache, touching, page)
-  extremes = {
-    "key_min": jnp.where(filled, k, jnp.inf).min(3),
-    "key_max": jnp.where(filled, k, -jnp.inf).max(3),
-  }
-  return cache.put(heads={n: write(cache.heads[n], touching, ok, x) for n, x in extremes.items()})
+  found: tuple[Array, ...]
+  found = jnp.where(filled, k, jnp.inf).min(3), jnp.where(filled, k, -jnp.inf).max(3)
+  names = [name for name in ("key_min", "key_max", "key_exponent") if name in cache.heads]
+  if len(names) == 3:
+    found = extremes.coded(*found)
+  made = zip(names, found, strict=True)
+  return cache.put(heads={n: write(cache.heads[n], touching, ok, x) for n, x in made})

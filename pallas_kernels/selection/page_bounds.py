@@ -2,8 +2,8 @@
 
     score_j = Σ_d max(q_d·min_jd, q_d·max_jd)
 
-Bytes: minimum and maximum of the pages that hold visible tokens, once: 4 H per page in bfloat16.
-That is the whole cost; there is nothing to multiply matrices for.
+Bytes: minimum and maximum of the pages that hold visible tokens, once: 4 H per page in bfloat16,
+2 H + 1 as codes. That is the whole cost; there is nothing to multiply matrices for.
 
 Grid: one program per row and `TILE` pages, many more than run at once: each has its bytes in flight
 from its first instruction on.
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
@@ -23,9 +23,14 @@ from kvjax.kernels.common.split_k import columns_of
 TILE, WARPS = 32, 4
 
 
+BAD = 127  # exponent of a page with keys that are not finite
+
+
 def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale: float) -> None:
-  """q [R, G, H], low, high [R, P, H], start, stop [R] or one per batch row -> scores [R, P]."""
-  q_ref, low_ref, high_ref, start_ref, stop_ref, scores_ref = refs
+  """q [R, G, H], low, high [R, P, H], start, stop [R] or one per batch row, (exponent [R, P]) ->
+  scores [R, P].
+  """
+  q_ref, low_ref, high_ref, start_ref, stop_ref, *coded, scores_ref = refs
   rows, pages, head_dim = low_ref.shape
   groups = q_ref.shape[1]
   row, first = pl.program_id(0), pl.program_id(1) * tile
@@ -57,15 +62,20 @@ def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale
       scores = bound(sum(query(g) for g in range(groups)) / groups)
     else:
       scores = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
+    if coded:
+      exponent = backend.load(coded[0], row, page, mask=seen, other=0).astype(jnp.int32)
+      step = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+      scores = jnp.where(exponent == BAD, jnp.nan, scores * step)
     backend.store(scores_ref, row, page, value=scores, mask=seen)
 
 
 def page_bounds(
   q: Float[Array, "B K G H"],
-  low: Float[Array, "B K P H"],
-  high: Float[Array, "B K P H"],
+  low: Num[Array, "B K P H"],
+  high: Num[Array, "B K P H"],
   start: Int[Array, "B #K"],
   stop: Int[Array, "B #K"],
+  exponent: Int[Array, "B K P"] | None = None,
   *,
   unit: int,
   span_sinks: int = 0,
@@ -81,6 +91,7 @@ def page_bounds(
     low, high: minimum and maximum of the keys of every page, channel by channel.
     start, stop, span_sinks: the slots that may be seen, as in `sparse_decode`; pages without such
       are not read, and their scores mean nothing.
+    exponent: int8, of the power of two that low and high count, where they are codes.
     unit: tokens per page.
     group: "mean", the group's mean query, or "max", the query of the largest bound.
     tile, warps: pages and warps per program.
@@ -94,6 +105,7 @@ def page_bounds(
     ),
     *(x.reshape(rows, *x.shape[2:]) for x in (q, low, high)),
     *(start.reshape(-1), stop.reshape(-1)),
+    *(() if exponent is None else (exponent.reshape(rows, pages),)),
     grid=(rows, pl.cdiv(pages, tile)),
     out=[jax.ShapeDtypeStruct((rows, pages), jnp.float32)],
     warps=warps,

@@ -7,12 +7,12 @@ Grid: one program per row.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
@@ -20,9 +20,20 @@ from kvjax.kernels.common.split_k import columns_of
 WARPS = 4
 
 
-def _extremes_kernel(*refs: Any, unit: int) -> None:
-  """k [R, S, H], used [B], low, high as they are -> low, high [R, P, H]."""
-  k_ref, used_ref, low_ref, high_ref = *refs[:2], *refs[-2:]
+class _Page(NamedTuple):
+  """The newest token's page: its number, whether there is one, extremes of its keys by column."""
+
+  row: Array
+  page: Array
+  real: Array
+  column: Array
+  inside: Array
+  low: Array
+  high: Array
+
+
+def _page(k_ref: Any, used_ref: Any, unit: int) -> _Page:
+  """Of keys k [R, S, H], where used [B] slots are occupied; NaN stays NaN."""
   rows, slots, head_dim = k_ref.shape
   row = pl.program_id(0)
   used = jnp.minimum(used_ref[row // (rows // used_ref.shape[0])], slots)
@@ -32,11 +43,45 @@ def _extremes_kernel(*refs: Any, unit: int) -> None:
   held = (i < unit) & (slot < used)
   mask = held[:, None] & inside[None, :]
   k = backend.load(k_ref, row, slot[:, None], column[None, :], mask=mask).astype(jnp.float32)
-  bad = (k != k).astype(jnp.int32).max(axis=0) > 0  # NaN stays NaN
-  for ref, least, reduce in ((low_ref, jnp.inf, jnp.min), (high_ref, -jnp.inf, jnp.max)):
+  bad = (k != k).astype(jnp.int32).max(axis=0) > 0
+  found = []
+  for least, reduce in ((jnp.inf, jnp.min), (-jnp.inf, jnp.max)):
     x = reduce(jnp.where(held[:, None] & (k == k), k, least), axis=0)
-    x = jnp.where(bad, jnp.nan, x).astype(ref.dtype)
-    backend.store(ref, row, page, column, value=x, mask=inside & (used > 0))
+    found.append(jnp.where(bad, jnp.nan, x))
+  return _Page(row, page, used > 0, column, inside, *found)
+
+
+def _extremes_kernel(*refs: Any, unit: int) -> None:
+  """k [R, S, H], used [B], low, high as they are -> low, high [R, P, H]."""
+  k_ref, used_ref, low_ref, high_ref = *refs[:2], *refs[-2:]
+  new = _page(k_ref, used_ref, unit)
+  for ref, x in ((low_ref, new.low), (high_ref, new.high)):
+    mask = new.inside & new.real
+    backend.store(ref, new.row, new.page, new.column, value=x.astype(ref.dtype), mask=mask)
+
+
+LEAST, BAD = -126, 127  # exponents, as `kvjax.ops.extremes` has them
+
+
+def _coded_kernel(*refs: Any, unit: int) -> None:
+  """As `_extremes_kernel`, of codes int8 [R, P, H] and exponents int8 [R, P]."""
+  (k_ref, used_ref), (low_ref, high_ref, exponent_ref) = refs[:2], refs[-3:]
+  new = _page(k_ref, used_ref, unit)
+  low, high = (jnp.where(new.inside, x, 0.0) for x in (new.low, new.high))
+  each = jnp.maximum(jnp.abs(low), jnp.abs(high))
+  bad = (1 - (each < jnp.inf).astype(jnp.int32)).max(axis=0) > 0
+  largest = jnp.broadcast_to(jnp.where(each < jnp.inf, each, 0.0).max(axis=0), each.shape)
+  bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+  exponent = (bits >> 23) - 127 - 6 + ((bits & 0x7FFFFF) > 0x7E0000).astype(jnp.int32)
+  exponent = jnp.where(bad, BAD, jnp.maximum(exponent, LEAST))
+  inverse = jax.lax.bitcast_convert_type((127 - exponent) << 23, jnp.float32)
+  mask = new.inside & new.real
+  for ref, x in ((low_ref, jnp.floor(low * inverse)), (high_ref, jnp.ceil(high * inverse))):
+    codes = jnp.where(bad, 0, x.astype(jnp.int32)).astype(ref.dtype)
+    backend.store(ref, new.row, new.page, new.column, value=codes, mask=mask)
+  one = mask & (new.column == 0)
+  nowhere = jnp.where(one, new.page, exponent_ref.shape[1])
+  backend.store(exponent_ref, new.row, nowhere, value=exponent.astype(jnp.int8), mask=one)
 
 
 def renew_extremes(
@@ -60,6 +105,21 @@ def renew_extremes(
   kernel = functools.partial(_extremes_kernel, unit=unit)
   low, high = _renew(kernel, "renew_extremes", k, used, (low, high), interpret)
   return low, high
+
+
+def renew_coded_extremes(
+  k: Float[Array, "B K S H"],
+  used: Int[Array, " B"],
+  low: Int8[Array, "B K P H"],
+  high: Int8[Array, "B K P H"],
+  exponent: Int8[Array, "B K P"],
+  *,
+  unit: int,
+  interpret: bool | None = None,
+) -> tuple[Array, ...]:
+  """`renew_extremes` in 8 bits, rounded outward: codes and exponents (`kvjax.ops.extremes`)."""
+  kernel = functools.partial(_coded_kernel, unit=unit)
+  return _renew(kernel, "renew_coded_extremes", k, used, (low, high, exponent), interpret)
 
 
 def _mean_kernel(*refs: Any, width: int, stride: int) -> None:

@@ -11,16 +11,19 @@ import numpy as np
 import kvjax
 from kvjax.families import sight
 from kvjax.kernels.common.devices import this_device
+from kvjax.ops.extremes import coded
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, jax_contender
 from scripts.benches._layer import holding
 
 METHODS = {
   "Quest page 16": kvjax.Quest(1024, dense_layers=0),
+  "Quest page 16 int8": kvjax.Quest(1024, extremes="int8", dense_layers=0),
   "InfLLM-v2 block 64": kvjax.InfLLMv2(),
 }
 QUICK = {
   "Quest page 16": kvjax.Quest(128, dense_layers=0),
+  "Quest page 16 int8": kvjax.Quest(128, extremes="int8", dense_layers=0),
   "InfLLM-v2 block 64": kvjax.InfLLMv2(top=4, local=128, dense_below=0),
 }
 # KV heads and queries of each, by what a case's name says of them; rows and tokens.
@@ -96,15 +99,19 @@ def query(spec: kvjax.CacheSpec, seed: int) -> Any:
 
 
 def summaries(cache: Any, seed: int) -> dict[str, Any]:
-  """Random summaries of the shapes that a cache has; of two, the smaller and the larger."""
+  """Random summaries of the shapes that a cache has; extremes in order."""
   keys = jax.random.split(jax.random.key(1000 + seed), len(cache.heads))
-  made = [
-    jax.random.normal(key, x.shape, x.dtype)
-    for key, x in zip(keys, cache.heads.values(), strict=True)
-  ]
-  if len(made) == 2:
-    made = [jnp.minimum(*made), jnp.maximum(*made)]
-  return dict(zip(cache.heads, made, strict=True))
+  made = {
+    name: jax.random.normal(key, x.shape)
+    for key, (name, x) in zip(keys, cache.heads.items(), strict=True)
+  }
+  if "key_min" in made:
+    pair = made["key_min"], made["key_max"]
+    made |= {"key_min": jnp.minimum(*pair), "key_max": jnp.maximum(*pair)}
+  if "key_exponent" in made:
+    codes = coded(made["key_min"], made["key_max"])
+    made = dict(zip(("key_min", "key_max", "key_exponent"), codes, strict=True))
+  return {name: made[name].astype(x.dtype) for name, x in cache.heads.items()}
 
 
 def _ranking(plan: Any) -> np.ndarray:

@@ -232,6 +232,11 @@ def select_calls(kind: str) -> Calls:
   cache, pages = of((1, 8, 131072, 128), bf16), of((1, 8, 8192, 128), bf16)
   renew = functools.partial(summaries.renew_extremes, unit=16)
   yield "renew_extremes", renew, [cache, ints(1), pages, pages]
+  codes = [of(x, jnp.int8) for x in (pages.shape, pages.shape, pages.shape[:3])]
+  renew = functools.partial(summaries.renew_coded_extremes, unit=16)
+  yield "renew_coded_extremes", renew, [cache, ints(1), *codes]
+  run, q = functools.partial(page_bounds, unit=16, group="mean"), of((1, 8, 4, 128), bf16)
+  yield "page_bounds-int8", run, [q, *codes[:2], *where, codes[2]]
   renew = functools.partial(summaries.renew_mean, width=32, stride=16)
   yield "renew_mean", renew, [cache, ints(1), pages]
   blocks = {"blocks": 2048, "stride": 16, "width": 32, "block": 64}

@@ -17,6 +17,7 @@ from kvjax.kernels.selection.key_weights import key_logits, key_weights
 from kvjax.kernels.selection.page_bounds import page_bounds
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.ops import scores
+from kvjax.ops.extremes import coded
 from scripts.benches._layer import holding
 
 SHAPES = [
@@ -62,6 +63,23 @@ def test_page_bounds(shape, group):
   low, high = (jnp.where(held[:, None], x, jnp.nan).astype(x.dtype) for x in (low, high))
   got = jax.jit(functools.partial(run, span_sinks=3))(q, low, high, start + 37, stop)
   np.testing.assert_allclose(got[..., held], want[..., held], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("group", ["mean", "max"])
+def test_page_bounds_of_codes(shape, group):
+  """One page has keys that are not finite."""
+  at, cache, q = setting(Quest(64, group=group, extremes="int8", dense_layers=0), shape, shape[3])
+  a, b = (jax.random.normal(jax.random.key(i), cache.heads["key_min"].shape) for i in range(2))
+  codes = jax.jit(coded)(jnp.minimum(a, b).at[0, 1, 3, 5].set(jnp.nan), jnp.maximum(a, b))
+  cache = cache.put(heads=dict(zip(("key_min", "key_max", "key_exponent"), codes, strict=True)))
+  want = jax.jit(lambda cache, q: at.top.score(at, cache, q, sight.visible(at, cache)))(cache, q)
+  assert np.argwhere(np.isnan(want)).tolist() == [[0, 1, 3]]
+  low, high, exponent = codes
+  run = functools.partial(page_bounds, unit=16, group=group)
+  got = jax.jit(run)(q, low, high, *bounds(cache), exponent)
+  np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -151,6 +169,7 @@ def test_logits_alone():
   [
     Quest(64, page=16, dense_layers=0),
     Quest(64, page=5, dense_layers=0),
+    Quest(64, page=5, extremes="int8", dense_layers=0),
     InfLLMv2(top=4, block=16, local=32, kernel=8, stride=4, dense_below=0),
   ],
 )
@@ -159,7 +178,10 @@ def test_summaries_of_the_newest_token(method, shape):
   """Wherever it stands; other summaries, and those of empty rows, stay as they are."""
   at, cache, _ = setting(method, shape, 0)
   kernels = method.at(Env(4, Rope(), impl="pallas"), 3)
-  held = {n: jax.random.normal(jax.random.key(3), x.shape, x.dtype) for n, x in cache.heads.items()}
+  held = {
+    n: (9 * jax.random.normal(jax.random.key(3), x.shape)).astype(x.dtype)
+    for n, x in cache.heads.items()
+  }
   want, got = (jax.jit(functools.partial(method._renewed, where)) for where in (at, kernels))
   for seen in (0, 1, 5, 8, 12, 16, 17, 80, shape[3] - 1, shape[3]):
     counted = {n: jnp.full(shape[0], seen, jnp.int32) for n in ("seen", "used")}

@@ -46,8 +46,8 @@ class Env:
       attention; None: x itself.
     lse: whether drivers report the log of each query's softmax denominator as "lse", float32
       [B, K, G] or [B, K, G, A]: for models that add a term of their own to it.
-    defers: whether a step leaves to `Method.conclude_step` what can wait until it has passed
-      through all layers. Who sets it calls that, as the decoder does.
+    defers: whether a step leaves alone what can wait until it has passed through all layers. The
+      decoder sets it, and settles that then.
     check_nan: whether attention that is not finite raises, and a token for which a cache that keeps
       everything has no slot, through `jax.experimental.checkify`: wrap what you jit in
       `checkify.checkify`, and `throw` its error. Slow: for debugging.

@@ -280,7 +280,7 @@ class Method:
     """
     return caches
 
-  def conclude_step(
+  def _conclude_step(
     self, env: Env, caches: tuple[Any, ...], sound: Bool[Array, " B"]
   ) -> tuple[Any, ...]:
     """Settles what a step leaves until it has passed through all layers (`Env.defers`).

@@ -32,11 +32,9 @@ from kvjax.families.method import Aux, Method, finite_rows
 from kvjax.ops import decode, offload, prefill
 from kvjax.primitives import softmax_state
 
-MOVES = "summaries", "summarise", "similarity", "choose", "learn", "complete"
-
 
 @dataclasses.dataclass(frozen=True)
-class Streamed(Method, moves=MOVES):
+class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", "learn")):
   """A window on the device, blocks in host memory, retrieval of some of them.
 
   A subclass defines which vectors represent a block (`summaries`, `summarise`), how similar they
@@ -173,7 +171,7 @@ class Streamed(Method, moves=MOVES):
     """Notes what else to remember of a chunk's attention, q [B, K, G, A, H], before it is kept."""
     return cache
 
-  def complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
+  def _complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
     """Notes what is known of a block once its last token, the row's newest, has been decoded.
 
     Args:
@@ -310,7 +308,7 @@ class Streamed(Method, moves=MOVES):
     cache = self.learn(at, cache, near, q, qpos, attended)
     ok, end = prompt.valid > 0, cache.seen + prompt.valid
     if prompt.tokens == 1:
-      cache = self.complete(at, cache, end, ok)
+      cache = self._complete(at, cache, end, ok)
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
     most = prompt.tokens // self.block + 2
@@ -443,7 +441,7 @@ class Streamed(Method, moves=MOVES):
       (cache,) = self._settled([at], [cache], ok, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 
-  def conclude_step(
+  def _conclude_step(
     self, env: Env, caches: tuple[Any, ...], sound: Bool[Array, " B"]
   ) -> tuple[Any, ...]:
     """Settles the blocks that end with the step, of all layers under one condition."""
@@ -455,8 +453,8 @@ class Streamed(Method, moves=MOVES):
   ) -> tuple[Cache, ...]:
     """Caches of layers once the blocks that a token makes whole, or has leave, are seen to.
 
-    That is once in `block` tokens of a row: it stands behind a condition. For an answer to one a
-    GPU's host waits, so that there a single layer goes without.
+    That is once in `block` tokens of a row: it stands behind a condition, which on a GPU takes
+    longer than what it spares a single layer.
 
     Args:
       places: where the layers are.
@@ -468,7 +466,7 @@ class Streamed(Method, moves=MOVES):
     def settle(shelves: list[Any]) -> list[Any]:
       done = []
       for at, cache, (heads, rows) in zip(places, caches, shelves, strict=True):
-        cache = self.complete(at, cache.put(heads=heads, rows=rows), cache.seen, ok)
+        cache = self._complete(at, cache.put(heads=heads, rows=rows), cache.seen, ok)
         cache, _ = self._evict(at, cache, cache.slots, cache.seen, ok, 1, after)
         cache = self._with_first(at, cache, after)
         done.append((cache.heads, cache.rows))

@@ -281,7 +281,7 @@ class Transformer(nnx.Module):
         reports.append(aux)
       logits = self.predict_next(x, parts)
       sound = live & jnp.isfinite(logits).all(-1)
-      caches = self._by_served(method.conclude_step, tuple(new), sound)
+      caches = self._by_served(method._conclude_step, tuple(new), sound)
     return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def places(self, method: Method, defers: bool = False) -> list[At]:

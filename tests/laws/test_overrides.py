@@ -427,7 +427,6 @@ TABLE = [
 PLAIN = {
   "at": "where drivers run",
   "conclude": "the decoder calls it behind all layers; no kernel takes its place",
-  "conclude_step": "as conclude",
 }
 
 

@@ -295,7 +295,7 @@ def test_blocks_that_end_are_settled_alike(m, monkeypatch):
       for layer, (cache, given) in enumerate(zip(caches, columns, strict=True)):
         _, cache, carry, _ = m.decode_step(m.at(env, layer), cache, *given, live, carry)
         done.append(cache)
-      caches = m.conclude_step(env, tuple(done), live) if defers else tuple(done)
+      caches = m._conclude_step(env, tuple(done), live) if defers else tuple(done)
       return offload.settled(caches)
 
     caches, step = run.caches, jax.jit(step)

@@ -198,7 +198,7 @@ class Ltri(Streamed, moves=("divide",)):
     newest = jnp.take_along_axis(maps, newest, 3, mode="clip")[:, :, :, 0]
     return cache.put(heads={"map": newest})
 
-  def complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
+  def _complete(self, at: At, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"]) -> Cache:
     """Divides the map of the block whose last token is at `end` − 1."""
     if not _indexes(cache):
       return cache

@@ -60,6 +60,10 @@ VARIANTS = {
 }
 
 
+# Of the arguments those that another run of the same answers may have otherwise.
+SAID_ELSEWHERE = "out", "methods", "unknown_fit", "first"
+
+
 @dataclasses.dataclass(frozen=True)
 class Args(Sizes):
   """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
@@ -73,6 +77,8 @@ class Args(Sizes):
   """Take heads that do not say what they were found on; the answers' settings say so."""
   samples: int = 20
   """Needles, each in a text of its own."""
+  first: int = 0
+  """Answer only the first so many of them; 0: all."""
   length: int = 8000
   """Tokens of a prompt and its answer."""
   batch: int = 1
@@ -287,13 +293,11 @@ def draw_ablation(found: dict[str, list[dict[str, Any]]]) -> Figure:
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, **LEAST, samples=1, length=1, batch=1)
+  common.check_numbers(args, **LEAST, samples=1, first=0, length=1, batch=1)
   methods = contestants(args)
   if unknown := set(args.methods) - set(methods):
     raise ValueError(f"--methods: found {sorted(unknown)}, expected some of {list(methods)}")
-  about = {
-    k: v for k, v in dataclasses.asdict(args).items() if k not in ("out", "methods", "unknown_fit")
-  }
+  about = {k: v for k, v in dataclasses.asdict(args).items() if k not in SAID_ELSEWHERE}
   about |= {
     k: None if v is None else v.name for k, v in about.items() if k in ("heads", "checkpoint")
   }
@@ -308,13 +312,14 @@ def main(args: Args) -> None:
     print(f"full: left out, the model was trained for {most:,} tokens, not for {args.length:,}")
   names = [name for name in args.methods or methods if name in methods]
   room = -(-(args.length + STEPS) // args.block) * args.block
-  samples = [sample(tokenizer, args, index) for index in range(args.samples)]
+  count = min(args.first or args.samples, args.samples)
+  samples = [sample(tokenizer, args, index) for index in range(count)]
   if held:
     fitted.check(held, TASK, SEED, [asked.row for asked in samples])
   give = lambda method, asked: answer(model, tokenizer, method, asked, room)  # noqa: E731
-  with console.bar(args.samples * len(names), "answers", "answer") as bar:
-    for start in range(0, args.samples, args.batch):
-      part = range(args.samples)[start : start + args.batch]
+  with console.bar(count * len(names), "answers", "answer") as bar:
+    for start in range(0, count, args.batch):
+      part = range(count)[start : start + args.batch]
       for name in names:
         done = answers.setdefault(name, {})
         if left := [index for index in part if str(index) not in done]:

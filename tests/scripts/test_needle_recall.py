@@ -187,6 +187,9 @@ def test_a_run_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
   assert sum(map(len, held.values())) == 4
   failed = {"answer": "", "right": False, "asked": [], "recall": [], "depth": 0.25}
   assert held[names[2]]["0"] == {**failed, "failed": "MemoryError('no room')"}
+  needle_recall.main(dataclasses.replace(args, first=1))
+  held = json.loads((tmp_path / "needles.json").read_text())["answers"]
+  assert [*map(list, held.values())] == [["0"]] * len(names)
   needle_recall.main(args)
   assert len(asked) == 5 + 2 * len(names) - 4
   assert "right" in (tmp_path / "needles.txt").read_text()

@@ -618,6 +618,7 @@ CORE = (
   "select-top_k-pages",
   "select-page_bounds-mean-128",
   "select-renew_extremes",
+  "select-renew_coded_extremes",
   "select-renew_mean",
   "select-key_weights-blocks",
   "cis-anchors-8x1",

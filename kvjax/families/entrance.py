@@ -57,7 +57,8 @@ def enter_token(
     return insertion.enter_shared(at, cache, q, k, v, live, slot)
   ring = cache.heads["ring"] if placement is insertion.Placement.RING else None
   victim = None if placement else _victim(at, cache)
-  return insertion.enter_token(at, cache, q, k, v, live, slot, entry, victim=victim, ring=ring)
+  given = {"victim": victim, "ring": ring, "renewal": at.top._entering(at, cache)}
+  return insertion.enter_token(at, cache, q, k, v, live, slot, entry, **given)
 
 
 def enter(

@@ -88,6 +88,10 @@ class Method:
     """
     return Traits(ordered=forms.overrides(self, "attend"))
 
+  def _entering(self, at: At, cache: Cache) -> Any:
+    """Summaries that the entry of a token brings up to date (`ops.summaries`); None: none."""
+    return None
+
   def _form(self, move: str) -> Any:
     """The form of a move, as its class wrote it (`kvjax.families.forms`)."""
     return next((vars(cls)[move] for cls in type(self).__mro__ if move in vars(cls)), None)

@@ -133,6 +133,15 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
       return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
     return summaries_ops.renewed(at, cache, self.summarise, self._renewal or None)
 
+  def _entering(self, at: At, cache: Cache) -> summaries_ops.Renewal | None:
+    """The renewal, where the newest page is read whatever its score, and a kernel enters tokens."""
+    own = all(at.top._form(x) is self._form(x) for x in ("plan", "plan_and_attend", "observe"))
+    if not own or forms.overrides(self, "observe", Selective):
+      return None
+    if self._dense(at) or not self.tiles.newest:
+      return None
+    return self._renewal if summaries_ops.enters(at, cache, self._renewal or None) else None
+
   # ---- what follows from it
 
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
@@ -259,7 +268,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     self, at: At, cache: Cache, q: Array, plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
     cache, aux = self.base.observe(at, cache, q, plan, attended)
-    if self._dense(at):
+    if self._dense(at) or self._entering(at, cache):
       return cache, aux
     return self._renewed(at, cache), aux
 

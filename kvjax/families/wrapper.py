@@ -16,7 +16,8 @@ from kvjax.families.method import Method
 FORWARDED = (
   *("capacity", "leaves", "window", "span", "victim", "insert"),
   *("plan", "order", "attend", "plan_and_attend", "observe", "active", "fill", "stage", "rank"),
-  *("keep", "settle", "conclude", "_conclude_step", "decode_step", "prefill", "attend_prompt"),
+  *("keep", "settle", "conclude", "_conclude_step", "_entering"),
+  *("decode_step", "prefill", "attend_prompt"),
 )
 # What asks for other moves, of which these are about shapes and the others are not.
 DRIVERS = ("init_caches", "prefill", "decode_step")

@@ -19,6 +19,7 @@ from kvjax.ops.table import choose, declare, kernel
 
 declare("enter_token", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_codes", pallas="kvjax.kernels.insertion.enter_token:enter_token")
+declare("enter_page", unrun=True, pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
 
@@ -64,6 +65,7 @@ def enter_token(
   *,
   victim: Int[Array, "B K"] | None,
   ring: Int[Array, "B K 2"] | None,
+  renewal: Any = None,
 ) -> tuple[Array, Cache]:
   """Rotates the new token's q and k and writes it; returns rotated q [B, K, G, H] and the cache.
 
@@ -74,6 +76,7 @@ def enter_token(
       `k_mean` beside them.
     victim: the slot that a full cache gives up; None: none.
     ring: the slots that are used in turn, which say the victim by themselves; None: none are.
+    renewal: the summaries of the token's page that its entry brings up to date (`ops.summaries`).
   """
   how: dict[str, Any]
   beside: list[str]
@@ -85,8 +88,11 @@ def enter_token(
       (slot_shards.first(at, cache.size), slot_shards.size(at, cache)) if at.env.slot_axis else None
     )
     how, beside = {"part": part}, _norm(cache)
+  if renewal is not None:
+    how |= {"pages": tuple(cache.heads[x] for x in renewal.summaries), "unit": renewal.unit}
   run = functools.partial(kernel(operation, "pallas"), ring=ring, **how)
-  return _entered(at, cache, q, k, v, live, slot, run, victim, beside)
+  q, cache, pages = _entered(at, cache, q, k, v, live, slot, run, victim, beside)
+  return q, cache.put(heads=dict(zip(renewal.summaries, pages, strict=True))) if pages else cache
 
 
 def enter_shared(
@@ -94,7 +100,7 @@ def enter_shared(
 ) -> tuple[Array, Cache]:
   """`enter_token` where heads share slots: each head's token goes to its `slot`."""
   run = functools.partial(kernel("enter_shared", "pallas"), room=slot_shards.size(at, cache))
-  return _entered(at, cache, q, k, v, live, slot, run, slot, _norm(cache))
+  return _entered(at, cache, q, k, v, live, slot, run, slot, _norm(cache))[:2]
 
 
 def _norm(cache: Cache) -> list[str]:
@@ -113,8 +119,8 @@ def _entered(
   run: Callable,
   given: Int[Array, "B K"] | None,
   beside: list[str],
-) -> tuple[Array, Cache]:
-  """Rotated q and the cache by a kernel, which is given a slot for each head, or None.
+) -> tuple[Array, Cache, list[Array]]:
+  """Rotated q, the cache and extremes by a kernel, which is given a slot for each head, or None.
 
   `beside`: what it writes of the slots beside k, v and pos.
   """
@@ -123,11 +129,12 @@ def _entered(
   held = {**cache.slots, "seen": cache.seen, "used": cache.used}
   written = ["k", "v", "pos", *beside]
   operands = [held[name] for name in ("k", "v", "pos", "seen", "used", *beside)]
-  q, *entered, seen, used = run(qkv, live, given, *operands, rope=at.env.rope)
-  stored = dict(zip(written, entered, strict=True))
+  q, *entered = run(qkv, live, given, *operands, rope=at.env.rope)
+  stored = dict(zip(written, entered[: len(written)], strict=True))
+  seen, used, *pages = entered[len(written) :]
   others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
   stored |= _statistics(at, cache, others, k, v, slot)
-  return q, cache.put(slots=stored, rows={"seen": seen, "used": used})
+  return q, cache.put(slots=stored, rows={"seen": seen, "used": used}), pages
 
 
 def _statistics(

@@ -12,8 +12,9 @@ from jaxtyping import Array
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
+from kvjax.core.leaves import Layout
 from kvjax.ops import slot_shards
-from kvjax.ops.table import declare, pallas
+from kvjax.ops.table import choose, declare, pallas
 
 declare("renew_extremes", pallas="kvjax.kernels.selection.summaries:renew_extremes")
 declare(
@@ -64,6 +65,16 @@ def renewed(at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None)
   held = [cache.heads[name] for name in renewal.summaries]
   made = run(cache.slots["k"], cache.used, *held, **dataclasses.asdict(renewal))
   return cache.put(heads=dict(zip(renewal.summaries, made, strict=True)))
+
+
+def enters(at: At, cache: Cache, renewal: Renewal | None) -> bool:
+  """True if the kernel that enters a token has the renewal done as well (`ops.insertion`)."""
+  if not isinstance(renewal, Extremes | CodedExtremes) or not at.top.traits.positional:
+    return False
+  plain = at.top.entry == "enter_token" and cache.layout is Layout.DENSE
+  if not plain or at.env.slot_axis or _kernel(at, cache, renewal) is None:
+    return False
+  return choose("enter_page", at.env.impl) == "pallas"
 
 
 def _kernel(at: At, cache: Cache, renewal: Renewal) -> Callable | None:

@@ -1,7 +1,8 @@
 """One decode step's way into the cache: rotate q and k, write k, v and pos, advance the counters.
 
 Keys and values are stored as they are, or as codes (`primitives.codes`): those of k, less its mean,
-and of v, their scales and zero points.
+and of v, their scales and zero points. The extremes of the token's page may be brought up to date
+by the same launch: those of a page's keys with one more are those of the two, codes included.
 
 Bytes: the new token's projections once in, q and one slot per KV head once out; launches are the
 cost here, and this is one where separate operations are seven, with codes a dozen.
@@ -21,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.codes.levels import levels, packed
 from kvjax.kernels.common import backend
+from kvjax.kernels.selection import extremes
 from kvjax.primitives.ring import place_of
 from kvjax.primitives.rope import Rope, angles
 
@@ -30,6 +32,7 @@ WARPS, MANY = 4, 8192  # entries of a row's projections from which on there are 
 class _Cache(NamedTuple):
   """Cache k, v [B, K/P, S, H], pos and what is `beside` it [B, K/P, S], seen, used [B]; of codes
   words k [B, K, S, Wk] and v [B, K, S, Wv], and beside pos the scales (and zero points) of both.
+  extremes: of pages [B, K, P, H], low and high, or nothing; of codes their exponents [B, K, P] too.
   """
 
   k: Any
@@ -38,6 +41,7 @@ class _Cache(NamedTuple):
   beside: tuple[Any, ...]
   seen: Any
   used: Any
+  extremes: tuple[Any, ...] = ()
 
 
 def _kernel(
@@ -57,6 +61,7 @@ def _kernel(
   size: int | None,
   room: int | None,
   bits: int | None,
+  unit: int,
   interpret: bool,
 ) -> None:
   """qkv [B, K, G + 2, H], live [B], table [4, H/2], (mean [B, K, H],) (victim [B, K] or ring
@@ -115,6 +120,7 @@ def _kernel(
     backend.store(out_q_ref, b, owner, group, c, value=x, mask=asked)
 
   writes = (head < heads) & (live > 0) & (slot >= 0) & (slot < slots)
+  page, first = slot // unit, (slot % unit == 0)[:, None]
   kept = head if rows == heads else head // (heads // rows)  # the row of a head's slots
 
   def put(ref: Any, column: Array, value: Array, mask: Array) -> None:
@@ -130,6 +136,11 @@ def _kernel(
     for c, x, y in zip((low, high), k, v, strict=True):
       put(cache.k, c, x, inside)
       put(cache.v, c, y, inside)
+    if cache.extremes:
+      kept_k = [x.astype(cache.k.dtype).astype(jnp.float32) for x in k]
+      index = b, head[:, None], page[:, None]
+      renew = _renew_codes if len(cache.extremes) == 3 else _renew
+      renew(cache.extremes, index, (low, high), kept_k, first, writes[:, None], inside)
   else:
     k = [x.astype(jnp.float32) - y for x, y in zip(k, mean, strict=True)]
     codes_k, *scales_k = levels(k, inside, bits)
@@ -152,6 +163,60 @@ def _kernel(
     backend.barrier()  # every warp has read the counters
   cache.seen[b] = seen + live
   cache.used[b] = used + jnp.where(used < (room or size or slots), live, 0)
+
+
+def _renew(
+  refs: tuple[Any, ...],
+  index: tuple[Any, ...],
+  columns: Sequence[Array],
+  k: Sequence[Array],
+  first: Array,
+  writes: Array,
+  inside: Array,
+) -> None:
+  """Low and high of the pages at `index` with one more key each, its first one or not."""
+  mask = writes & inside
+  for c, x in zip(columns, k, strict=True):
+    for ref, extreme in zip(refs, (jnp.minimum, jnp.maximum), strict=True):
+      old = backend.load(ref, *index, c, mask=mask & ~first, other=0).astype(jnp.float32)
+      old = jnp.where(first, x, old)
+      bad = (x != x) | (old != old)  # NaN stays NaN
+      new = jnp.where(bad, jnp.nan, extreme(old, x))
+      backend.store(ref, *index, c, value=new.astype(ref.dtype), mask=mask)
+
+
+def _renew_codes(
+  refs: tuple[Any, ...],
+  index: tuple[Any, ...],
+  columns: Sequence[Array],
+  k: Sequence[Array],
+  first: Array,
+  writes: Array,
+  inside: Array,
+) -> None:
+  """As `_renew`, of codes, whose step may grow: ⌊⌊x / a⌋ / b⌋ = ⌊x / ab⌋ for powers of two."""
+  low_ref, high_ref, exponent_ref = refs
+  mask = writes & inside
+  sizes = [jnp.where(inside, jnp.abs(x), 0.0) for x in k]
+  bad = [(1 - (x < jnp.inf).astype(jnp.int32)).max(axis=1)[:, None] for x in sizes]
+  largest = [jnp.where(x < jnp.inf, x, 0.0).max(axis=1)[:, None] for x in sizes]
+  exponent = extremes.exponent_of(jnp.maximum(*largest), jnp.maximum(*bad) > 0)
+  old = backend.load(exponent_ref, *index, mask=writes & ~first, other=0).astype(jnp.int32)
+  old = jnp.where(first, exponent, old)
+  exponent = jnp.maximum(exponent, old)
+  backend.store(exponent_ref, *index, value=exponent.astype(jnp.int8), mask=writes)
+  shift = jnp.minimum(exponent - old, 31)
+  for c, x in zip(columns, k, strict=True):
+    below, above = extremes.floor(x, exponent), extremes.ceil(x, exponent)
+    for ref, code, sign, extreme in (
+      (low_ref, below, 1, jnp.minimum),
+      (high_ref, above, -1, jnp.maximum),
+    ):
+      held = backend.load(ref, *index, c, mask=mask & ~first, other=0).astype(jnp.int32)
+      held = sign * ((sign * held) >> shift)
+      new = jnp.where(first, code, extreme(held, code))
+      new = jnp.where(exponent == extremes.BAD, 0, new)
+      backend.store(ref, *index, c, value=new.astype(jnp.int8), mask=mask)
 
 
 def turn(table_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:
@@ -183,6 +248,8 @@ def enter_token(
   room: int | None = None,
   mean: Float[Array, "B K H"] | None = None,
   bits: int | None = None,
+  pages: tuple[Array, ...] = (),
+  unit: int = 1,
   interpret: bool | None = None,
 ) -> tuple[Array, ...]:
   """Rotates a new token per row at position `seen` and writes it into the cache.
@@ -207,10 +274,14 @@ def enter_token(
       to, be it empty or not; None: as above.
     mean: float32, what keys are stored less, of codes.
     bits: of a code, 8 or 4; None: keys and values are stored as they are.
+    pages: extremes of the keys of every page of `unit` slots, updated too where slots are appended
+      to: low and high [B, K, P, H], or codes int8 and their exponents int8 [B, K, P]
+      (`kvjax.ops.extremes`). Without `bits` and `room`.
+    unit: slots per page.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
 
   Returns:
-    q rotated, in its own dtype, and the cache arrays: k, v, pos, those beside, seen, used.
+    q rotated, in its own dtype, and the cache arrays: k, v, pos, those beside, seen, used, pages.
   """
   batch, kv_heads, parts, head_dim = qkv.shape
   table = jnp.asarray(rope.table(head_dim))
@@ -239,9 +310,10 @@ def enter_token(
     size=size,
     room=room,
     bits=bits,
+    unit=unit,
     interpret=backend.interpreted(interpret),
   )
-  cache = _Cache(cache_k, cache_v, pos, beside, seen, used)
+  cache = _Cache(cache_k, cache_v, pos, beside, seen, used, pages)
   inputs = [qkv, live, table, mean, *given, *[None] * (not given)]
   held = len(jax.tree.leaves(cache))
   ahead = len(jax.tree.leaves(inputs))

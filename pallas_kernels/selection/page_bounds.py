@@ -19,11 +19,9 @@ from jaxtyping import Array, Float, Int, Num
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
+from kvjax.kernels.selection import extremes
 
 TILE, WARPS = 32, 4
-
-
-BAD = 127  # exponent of a page with keys that are not finite
 
 
 def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale: float) -> None:
@@ -64,8 +62,7 @@ def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale
       scores = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
     if coded:
       exponent = backend.load(coded[0], row, page, mask=seen, other=0).astype(jnp.int32)
-      step = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-      scores = jnp.where(exponent == BAD, jnp.nan, scores * step)
+      scores = jnp.where(exponent == extremes.BAD, jnp.nan, scores * extremes.power(exponent))
     backend.store(scores_ref, row, page, value=scores, mask=seen)
 
 

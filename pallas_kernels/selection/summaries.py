@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
+from kvjax.kernels.selection import extremes
 
 WARPS = 4
 
@@ -60,9 +61,6 @@ def _extremes_kernel(*refs: Any, unit: int) -> None:
     backend.store(ref, new.row, new.page, new.column, value=x.astype(ref.dtype), mask=mask)
 
 
-LEAST, BAD = -126, 127  # exponents, as `kvjax.ops.extremes` has them
-
-
 def _coded_kernel(*refs: Any, unit: int) -> None:
   """As `_extremes_kernel`, of codes int8 [R, P, H] and exponents int8 [R, P]."""
   (k_ref, used_ref), (low_ref, high_ref, exponent_ref) = refs[:2], refs[-3:]
@@ -71,14 +69,13 @@ def _coded_kernel(*refs: Any, unit: int) -> None:
   each = jnp.maximum(jnp.abs(low), jnp.abs(high))
   bad = (1 - (each < jnp.inf).astype(jnp.int32)).max(axis=0) > 0
   largest = jnp.broadcast_to(jnp.where(each < jnp.inf, each, 0.0).max(axis=0), each.shape)
-  bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-  exponent = (bits >> 23) - 127 - 6 + ((bits & 0x7FFFFF) > 0x7E0000).astype(jnp.int32)
-  exponent = jnp.where(bad, BAD, jnp.maximum(exponent, LEAST))
-  inverse = jax.lax.bitcast_convert_type((127 - exponent) << 23, jnp.float32)
+  exponent = extremes.exponent_of(largest, bad)
   mask = new.inside & new.real
-  for ref, x in ((low_ref, jnp.floor(low * inverse)), (high_ref, jnp.ceil(high * inverse))):
-    codes = jnp.where(bad, 0, x.astype(jnp.int32)).astype(ref.dtype)
-    backend.store(ref, new.row, new.page, new.column, value=codes, mask=mask)
+  for ref, codes in (
+    (low_ref, extremes.floor(low, exponent)),
+    (high_ref, extremes.ceil(high, exponent)),
+  ):
+    backend.store(ref, new.row, new.page, new.column, value=codes.astype(ref.dtype), mask=mask)
   one = mask & (new.column == 0)
   nowhere = jnp.where(one, new.page, exponent_ref.shape[1])
   backend.store(exponent_ref, new.row, nowhere, value=exponent.astype(jnp.int8), mask=one)

@@ -339,6 +339,10 @@ def enter_token_calls(kind: str) -> Calls:
   shared = functools.partial(enter_token, rope=Rope(), room=999)
   yield "shared", shared, [*shapes[:2], victim, *kept, *shapes[6:]]
   yield "part", part_entered, [*shapes, ints()]
+  entered = by_name(enter_token, "pages", rope=Rope(), unit=16)
+  pages, codes = of((2, 8, 63, 128), bf16), of((2, 8, 63, 128), jnp.int8)
+  yield "extremes", entered, [*shapes, (pages, pages)]
+  yield "extremes-int8", entered, [*shapes, (codes, codes, of((2, 8, 63), jnp.int8))]
 
 
 def enter_codes_calls(kind: str) -> Calls:

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import Linear, Rope, Yarn
 from kvjax.kernels.insertion.enter_token import enter_token
+from kvjax.ops import extremes
 from kvjax.testing.layer import rotate
 from tests.kernels import listed
 from tests.kernels.decode_oracle import same_bits
@@ -189,3 +190,40 @@ def test_rotates_as_the_reference_does(rope, dtype):
   np.testing.assert_allclose(np.float32(q), np.float32(want), atol=close)
   want = rotate(arrays[1], seen[:, None])
   np.testing.assert_allclose(np.float32(cache_k)[1, :, 3], np.float32(want[1]), atol=close)
+
+
+def extremes_of(k, used, unit, coded):
+  """Extremes of the keys of every page, from its occupied slots; zeros where there are none."""
+  pages = -(-k.shape[2] // unit)
+  held = np.arange(pages * unit) < used[:, None]
+  k = np.pad(np.float32(k), ((0, 0), (0, 0), (0, pages * unit - k.shape[2]), (0, 0)))
+  parts = (np.where(held[:, None, :, None], k, fill) for fill in (np.inf, -np.inf))
+  low, high = (x.reshape(*k.shape[:2], pages, unit, -1) for x in parts)
+  low, high = jnp.asarray(low.min(3)), jnp.asarray(high.max(3))
+  found = jax.jit(extremes.coded)(low, high) if coded else (low, high)
+  there = held[:, None, ::unit]
+  return [np.where(there if x.ndim == 3 else there[..., None], x, 0) for x in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unit", [2, 3, 4])
+@pytest.mark.parametrize(
+  ("coded", "dtype"), [(False, "float32"), (False, "bfloat16"), (True, "bfloat16")]
+)
+def test_extremes_of_the_page_that_a_token_enters(coded, dtype, unit):
+  """Those of all its keys: first and later ones, larger and smaller, not finite."""
+  for seed in range(8):
+    q, k, v, live, _, *cache = operands(seed, 3, 2, 24, jnp.dtype(dtype))
+    k *= 2.0 ** np.random.default_rng(seed).integers(-9, 9, (4, 3, 1))
+    k = k.at[1, 0, 5].set([1, jnp.inf, jnp.nan, 0][seed % 4]).astype(dtype)
+    pages = extremes_of(cache[0], np.array(cache[4]), unit, coded)
+    if not coded:
+      pages = [x.astype(dtype) for x in pages]
+    qkv = jnp.concatenate([q, k[:, :, None], v[:, :, None]], 2)
+    run = jax.jit(functools.partial(enter_token, rope=Rope(), unit=unit))
+    _, now, _, _, _, used, *got = run(qkv, live, None, *cache, pages=tuple(map(jnp.asarray, pages)))
+    want = extremes_of(now, np.array(used), unit, coded)
+    for found, x in zip(got, want, strict=True):
+      # XLA contracts the interpreter's products, in each use of a sum of them as it likes.
+      close = 1e-6 if dtype == "float32" else 0
+      np.testing.assert_allclose(np.float32(found), np.float32(x), rtol=close, atol=close)

@@ -140,6 +140,8 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
       return None
     if self._dense(at) or not self.tiles.newest:
       return None
+    if at.top.entry != "enter_token" or not at.top.traits.positional:
+      return None
     return self._renewal if summaries_ops.enters(at, cache, self._renewal or None) else None
 
   # ---- what follows from it

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.leaves import Layout
-from kvjax.ops import slot_shards
+from kvjax.ops import insertion, slot_shards
 from kvjax.ops.table import choose, declare, pallas
 
 declare("renew_extremes", pallas="kvjax.kernels.selection.summaries:renew_extremes")
@@ -68,13 +68,12 @@ def renewed(at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None)
 
 
 def enters(at: At, cache: Cache, renewal: Renewal | None) -> bool:
-  """True if the kernel that enters a token has the renewal done as well (`ops.insertion`)."""
-  if not isinstance(renewal, Extremes | CodedExtremes) or not at.top.traits.positional:
+  """True if the kernel that appends a token has this done as well (`ops.insertion`)."""
+  if not isinstance(renewal, Extremes | CodedExtremes) or cache.layout is not Layout.DENSE:
     return False
-  plain = at.top.entry == "enter_token" and cache.layout is Layout.DENSE
-  if not plain or at.env.slot_axis or _kernel(at, cache, renewal) is None:
+  if at.env.slot_axis or _kernel(at, cache, renewal) is None:
     return False
-  return choose("enter_page", at.env.impl) == "pallas"
+  return choose(insertion.ENTER_PAGE, at.env.impl) == "pallas"
 
 
 def _kernel(at: At, cache: Cache, renewal: Renewal) -> Callable | None:

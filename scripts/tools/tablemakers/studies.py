@@ -4,7 +4,7 @@ import pandas as pd
 
 from scripts.tools.tablemakers import Part, Record, Results, cells
 from scripts.tools.tablemakers.cells import Column, figure, said, say
-from scripts.tools.tablemakers.scores import interval, percent, summary
+from scripts.tools.tablemakers.scores import called, interval, percent, summary
 
 SHARED = {
   "retrieved": ("ρ̂", "{:.2f} ± {:.2f}"),
@@ -67,7 +67,8 @@ def codes(results: Results, folder: str) -> Part:
   if len(needles):
     columns.append(("needles, %", figure(percent, "score, needle")))
   columns.append(("rows", lambda row: row["score"].n))
-  return cells.table(rows, [("keys and values", figure("`{}`", "method"))], *columns)
+  who = "method", lambda row: called(row["method"], row["budget"] and int(row["budget"]))
+  return cells.table(rows, [who], *columns)
 
 
 def _divergence(head: str, where: str = "") -> list[tuple[str, Column]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -27,7 +26,7 @@ from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Stream, Traits
-from kvjax.families import forms, retrieval
+from kvjax.families import forms, leaving, retrieval
 from kvjax.families.method import Aux, Method, finite_rows
 from kvjax.ops import decode, offload, prefill
 from kvjax.primitives import softmax_state
@@ -230,19 +229,6 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     named = "held", "used_at", "kept"
     return cache.put(rows={n: jnp.where(ok, cache.rows[n], old.rows[n]) for n in named}), carry
 
-  def _with_first(self, at: At, cache: Cache, after: Array) -> Cache:
-    """The cache that has the first tokens behind its copies of blocks; `after`: see `_evict`."""
-    if not self.init_tokens:
-      return cache
-    k, v = (cache.slots[name][:, :, : self.init_tokens] for name in ("k", "v"))
-    k = at.env.rope.shift(k, -jnp.arange(self.init_tokens, dtype=jnp.int32))
-    place = slots.after(jnp.int32(cache.rows["held"].shape[1] * self.block), after)
-    held = {
-      name: jax.lax.dynamic_update_slice_in_dim(cache.heads[name], x, place, 2)
-      for name, x in (("held_k", k), ("held_v", v))
-    }
-    return cache.put(heads=held)
-
   def _far_tiles(self, cache: Cache) -> Int[Array, "B W"]:
     """Tiles of `block` copies: of the first tokens where they are far, of retrieved blocks, −1."""
     count, kept = cache.rows["held"].shape[1], cache.rows["kept"]
@@ -312,7 +298,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     if at.env.check_nan:
       ok &= finite_rows(at, attended.state.o)
     most = prompt.tokens // self.block + 2
-    cache, gone = self._evict(at, cache, near, end, ok, most, attended.state.o)
+    cache, gone = leaving.evicted(self, at, cache, near, end, ok, most, attended.state.o)
     size, last = cache.size, end[:, None]
     pos = cache.seen[:, None] + jnp.arange(prompt.tokens, dtype=jnp.int32)
     # Of a chunk longer than the ring the last tokens stay.
@@ -324,57 +310,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     new = {**new, "votes": near["votes"][:, :, size:]}
     held = {name: slots.put(x, slot, new[name]) for name, x in old.items()}
     cache = cache.put(slots=held, rows={"seen": end, "used": jnp.minimum(end, size)})
-    return self._with_first(at, cache, attended.state.o)
-
-  def _evict(
-    self,
-    at: At,
-    cache: Cache,
-    near: slots.Slots,
-    end: Int[Array, " B"],
-    ok: Bool[Array, " B"],
-    most: int,
-    after: Array,
-  ) -> tuple[Cache, Float[Array, "B K E U H"]]:
-    """Stores and summarises the blocks after which `local` tokens have come by position `end`.
-
-    Args:
-      at: where this runs.
-      cache: as it was before the new tokens.
-      near: [slots ‖ new], whose votes are up to date.
-      end: tokens seen, the new ones included.
-      ok: rows that take part.
-      most: blocks that can leave at once.
-      after: see `offload.append`.
-
-    Returns:
-      The cache, and the values of the blocks, zeros in those that stay.
-    """
-    gone = cache.rows["gone"]
-    target = slots.quotient(end - self.local - self.init_tokens, self.block)
-    count = jnp.where(ok, jnp.clip(target - gone, 0, most), 0)
-    each = jnp.arange(most, dtype=jnp.int32)
-    leaves = each < count[:, None]
-    block = gone[:, None] + each
-    pos = self.init_tokens + block[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
-    flat = pos.reshape(pos.shape[0], 1, -1)
-    size, seen = cache.size, cache.seen[:, None, None]
-    slot = jnp.where(flat < seen, self._slot_of(flat, size), size + flat - seen)
-    slot = jnp.broadcast_to(slot, (*near["pos"].shape[:2], flat.shape[2]))
-
-    def cut(name: str) -> Array:
-      x = slots.take(near[name], slot)
-      x = x.reshape(*x.shape[:2], most, self.block, *x.shape[3:])
-      mask = leaves[:, None, :, None]
-      return jnp.where(mask[..., None] if x.ndim > mask.ndim else mask, x, 0)
-
-    k = at.env.rope.shift(cut("k"), -pos[:, None])
-    new = {"k": k, "v": cut("v")}
-    store = offload.append(cache.heads["store"], new, gone, count, at.env, after)
-    cache = self.summarise(
-      at, cache, k, cut("votes"), jnp.where(leaves, block, jnp.iinfo(jnp.int32).max)
-    )
-    return cache.put(heads={"store": store}, rows={"gone": gone + count}), new["v"]
+    return leaving.with_first(self, at, cache, attended.state.o)
 
   # ---- moves: decode
 
@@ -438,7 +374,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     )
     if not at.env.defers:
       ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-      (cache,) = self._settled([at], [cache], ok, attended.state.o)
+      (cache,) = leaving.settled(self, [at], [cache], ok, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 
   def _conclude_step(
@@ -446,46 +382,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   ) -> tuple[Any, ...]:
     """Settles the blocks that end with the step, of all layers under one condition."""
     places = [self.at(env, layer) for layer in range(len(caches))]
-    return self._settled(places, caches, sound, sound.astype(jnp.float32))
-
-  def _settled(
-    self, places: list[At], caches: Sequence[Cache], ok: Bool[Array, " B"], after: Array
-  ) -> tuple[Cache, ...]:
-    """Caches of layers once the blocks that a token makes whole, or has leave, are seen to.
-
-    That is once in `block` tokens of a row: it stands behind a condition, which on a GPU takes
-    longer than what it spares a single layer.
-
-    Args:
-      places: where the layers are.
-      caches: theirs, after the step, all at the same tokens.
-      ok: rows that take part.
-      after: see `offload.append`.
-    """
-
-    def settle(shelves: list[Any]) -> list[Any]:
-      done = []
-      for at, cache, (heads, rows) in zip(places, caches, shelves, strict=True):
-        cache = self._complete(at, cache.put(heads=heads, rows=rows), cache.seen, ok)
-        cache, _ = self._evict(at, cache, cache.slots, cache.seen, ok, 1, after)
-        cache = self._with_first(at, cache, after)
-        done.append((cache.heads, cache.rows))
-      return offload.loose(done)
-
-    shelves = offload.loose([(cache.heads, cache.rows) for cache in caches])
-    if len(places) == 1 and offload.on_host():
-      shelves = settle(shelves)
-    else:
-      due = ok & self._ends(caches[0])
-      shelves = jax.lax.cond(due.any(), settle, lambda shelves: shelves, shelves)
-    pairs = zip(caches, shelves, strict=True)
-    return tuple(cache.put(heads=heads, rows=rows) for cache, (heads, rows) in pairs)
-
-  def _ends(self, cache: Cache) -> Bool[Array, " B"]:
-    """Rows whose newest token is the last one of a block, or has one leave the window."""
-    beyond = cache.seen - self.init_tokens
-    whole = (beyond > 0) & (slots.remainder(beyond, self.block) == 0)
-    return whole | (slots.quotient(beyond - self.local, self.block) > cache.rows["gone"])
+    return leaving.settled(self, places, caches, sound, sound.astype(jnp.float32))
 
 
 def _example(cls: type[Streamed], budget: int) -> Method:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import Carry, Env, InfLLM, Ltri, Prompt
-from kvjax.families import streamed
+from kvjax.families import leaving
 from kvjax.families.retrieval import injected
 from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.ops import offload
@@ -287,7 +287,7 @@ def test_blocks_that_end_are_settled_alike(m, monkeypatch):
 
   def decoded(defers=False, hosted=False):
     # The name that a step asks; where stores lie stays as it is.
-    monkeypatch.setattr(streamed, "offload", Divided(offload, hosted))
+    monkeypatch.setattr(leaving, "offload", Divided(offload, hosted))
     env = Env(2, tile=4, defers=defers)
 
     def step(caches, columns, live):

@@ -85,7 +85,7 @@ def with_first(method: Streamed, at: At, cache: Cache, after: Array) -> Cache:
   return cache.put(heads=held)
 
 
-def settled(
+def at_block_ends(
   method: Streamed,
   places: list[At],
   caches: Sequence[Cache],

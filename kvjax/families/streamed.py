@@ -374,7 +374,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     )
     if not at.env.defers:
       ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
-      (cache,) = leaving.settled(self, [at], [cache], ok, attended.state.o)
+      (cache,) = leaving.at_block_ends(self, [at], [cache], ok, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 
   def _conclude_step(
@@ -382,7 +382,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   ) -> tuple[Any, ...]:
     """Settles the blocks that end with the step, of all layers under one condition."""
     places = [self.at(env, layer) for layer in range(len(caches))]
-    return leaving.settled(self, places, caches, sound, sound.astype(jnp.float32))
+    return leaving.at_block_ends(self, places, caches, sound, sound.astype(jnp.float32))
 
 
 def _example(cls: type[Streamed], budget: int) -> Method:

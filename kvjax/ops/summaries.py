@@ -82,6 +82,7 @@ def _kernel(at: At, cache: Cache, renewal: Renewal) -> Callable | None:
   Their dtype is float32, and not their summary's.
   """
   keys, held = cache.slots["k"].dtype, cache.heads[renewal.summaries[0]].dtype
-  if keys == jnp.float32 if isinstance(renewal, CodedExtremes) else keys != held:
+  made = keys == jnp.float32 if isinstance(renewal, CodedExtremes) else keys != held
+  if made:
     return None
   return pallas(at, renewal.operation, whole=True)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.codes.levels import levels, packed
 from kvjax.kernels.common import backend
-from kvjax.kernels.selection import extremes
+from kvjax.primitives import outward
 from kvjax.primitives.ring import place_of
 from kvjax.primitives.rope import Rope, angles
 
@@ -137,10 +137,10 @@ def _kernel(
       put(cache.k, c, x, inside)
       put(cache.v, c, y, inside)
     if cache.extremes:
-      kept_k = [x.astype(cache.k.dtype).astype(jnp.float32) for x in k]
+      stored = [x.astype(cache.k.dtype).astype(jnp.float32) for x in k]
       index = b, head[:, None], page[:, None]
-      renew = _renew_codes if len(cache.extremes) == 3 else _renew
-      renew(cache.extremes, index, (low, high), kept_k, first, writes[:, None], inside)
+      new = _Keys(stored, index, (low, high), first, writes[:, None], inside)
+      (_renew_codes if len(cache.extremes) == 3 else _renew)(cache.extremes, new, interpret)
   else:
     k = [x.astype(jnp.float32) - y for x, y in zip(k, mean, strict=True)]
     codes_k, *scales_k = levels(k, inside, bits)
@@ -165,58 +165,62 @@ def _kernel(
   cache.used[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
 
-def _renew(
-  refs: tuple[Any, ...],
-  index: tuple[Any, ...],
-  columns: Sequence[Array],
-  k: Sequence[Array],
-  first: Array,
-  writes: Array,
-  inside: Array,
-) -> None:
-  """Low and high of the pages at `index` with one more key each, its first one or not."""
-  mask = writes & inside
-  for c, x in zip(columns, k, strict=True):
-    for ref, extreme in zip(refs, (jnp.minimum, jnp.maximum), strict=True):
-      old = backend.load(ref, *index, c, mask=mask & ~first, other=0).astype(jnp.float32)
-      old = jnp.where(first, x, old)
+class _Keys(NamedTuple):
+  """A key of each head in two halves, the pages that they enter, first or not, and where."""
+
+  k: Sequence[Array]
+  where: tuple[Any, ...]
+  columns: Sequence[Array]
+  first: Array
+  writes: Array
+  inside: Array
+
+  def held(self, ref: Any) -> list[Array]:
+    """Both halves of what the pages have, anything where the key is their first."""
+    mask = self.writes & self.inside & ~self.first
+    return [backend.load(ref, *self.where, c, mask=mask, other=0) for c in self.columns]
+
+  def put(self, ref: Any, halves: Sequence[Array]) -> None:
+    for c, x in zip(self.columns, halves, strict=True):
+      mask = self.writes & self.inside
+      backend.store(ref, *self.where, c, value=x.astype(ref.dtype), mask=mask)
+
+
+def _renew(refs: tuple[Any, ...], new: _Keys, _: bool) -> None:
+  """Low and high of pages with one more key each; a thread may find what another has written."""
+  for ref, extreme in zip(refs, (jnp.minimum, jnp.maximum), strict=True):
+    halves = []
+    for old, x in zip(new.held(ref), new.k, strict=True):
+      old = jnp.where(new.first, x, old.astype(jnp.float32))
       bad = (x != x) | (old != old)  # NaN stays NaN
-      new = jnp.where(bad, jnp.nan, extreme(old, x))
-      backend.store(ref, *index, c, value=new.astype(ref.dtype), mask=mask)
+      halves.append(jnp.where(bad, jnp.nan, extreme(old, x)))
+    new.put(ref, halves)
 
 
-def _renew_codes(
-  refs: tuple[Any, ...],
-  index: tuple[Any, ...],
-  columns: Sequence[Array],
-  k: Sequence[Array],
-  first: Array,
-  writes: Array,
-  inside: Array,
-) -> None:
+def _renew_codes(refs: tuple[Any, ...], new: _Keys, interpret: bool) -> None:
   """As `_renew`, of codes, whose step may grow: ⌊⌊x / a⌋ / b⌋ = ⌊x / ab⌋ for powers of two."""
-  low_ref, high_ref, exponent_ref = refs
-  mask = writes & inside
-  sizes = [jnp.where(inside, jnp.abs(x), 0.0) for x in k]
+  *sides, exponent_ref = refs
+  mask = new.writes & ~new.first
+  before = backend.load(exponent_ref, *new.where, mask=mask, other=0).astype(jnp.int32)
+  held = [[x.astype(jnp.int32) for x in new.held(ref)] for ref in sides]
+  if not interpret:
+    backend.barrier()  # several threads hold the same code, and shift it once
+  sizes = [jnp.where(new.inside, jnp.abs(x), 0.0) for x in new.k]
   bad = [(1 - (x < jnp.inf).astype(jnp.int32)).max(axis=1)[:, None] for x in sizes]
   largest = [jnp.where(x < jnp.inf, x, 0.0).max(axis=1)[:, None] for x in sizes]
-  exponent = extremes.exponent_of(jnp.maximum(*largest), jnp.maximum(*bad) > 0)
-  old = backend.load(exponent_ref, *index, mask=writes & ~first, other=0).astype(jnp.int32)
-  old = jnp.where(first, exponent, old)
-  exponent = jnp.maximum(exponent, old)
-  backend.store(exponent_ref, *index, value=exponent.astype(jnp.int8), mask=writes)
-  shift = jnp.minimum(exponent - old, 31)
-  for c, x in zip(columns, k, strict=True):
-    below, above = extremes.floor(x, exponent), extremes.ceil(x, exponent)
-    for ref, code, sign, extreme in (
-      (low_ref, below, 1, jnp.minimum),
-      (high_ref, above, -1, jnp.maximum),
-    ):
-      held = backend.load(ref, *index, c, mask=mask & ~first, other=0).astype(jnp.int32)
-      held = sign * ((sign * held) >> shift)
-      new = jnp.where(first, code, extreme(held, code))
-      new = jnp.where(exponent == extremes.BAD, 0, new)
-      backend.store(ref, *index, c, value=new.astype(jnp.int8), mask=mask)
+  exponent = outward.exponent_of(jnp.maximum(*largest), jnp.maximum(*bad) > 0)
+  before = jnp.where(new.first, exponent, before)
+  exponent = jnp.maximum(exponent, before)
+  backend.store(exponent_ref, *new.where, value=exponent.astype(jnp.int8), mask=new.writes)
+  shift = jnp.minimum(exponent - before, 31)
+  rounding = (outward.floor, 1, jnp.minimum), (outward.ceil, -1, jnp.maximum)
+  for ref, old, (rounded, sign, extreme) in zip(sides, held, rounding, strict=True):
+    halves = []
+    for x, code in zip(new.k, old, strict=True):
+      own = rounded(x, exponent)
+      both = jnp.where(new.first, own, extreme(sign * ((sign * code) >> shift), own))
+      halves.append(jnp.where(exponent == outward.BAD, 0, both))
+    new.put(ref, halves)
 
 
 def turn(table_ref: Any, seen: Array, column: Array, scale: Any) -> tuple[Array, Array]:

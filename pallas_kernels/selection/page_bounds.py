@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
-from kvjax.kernels.selection import extremes
+from kvjax.primitives import outward
 
 TILE, WARPS = 32, 4
 
@@ -62,7 +62,7 @@ def _kernel(*refs: Any, tile: int, unit: int, span_sinks: int, group: str, scale
       scores = functools.reduce(jnp.maximum, (bound(query(g)) for g in range(groups)))
     if coded:
       exponent = backend.load(coded[0], row, page, mask=seen, other=0).astype(jnp.int32)
-      scores = jnp.where(exponent == extremes.BAD, jnp.nan, scores * extremes.power(exponent))
+      scores = jnp.where(exponent == outward.BAD, jnp.nan, scores * outward.power(exponent))
     backend.store(scores_ref, row, page, value=scores, mask=seen)
 
 

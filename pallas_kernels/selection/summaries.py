@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.kernels.common import backend
 from kvjax.kernels.common.split_k import columns_of
-from kvjax.kernels.selection import extremes
+from kvjax.primitives import outward
 
 WARPS = 4
 
@@ -69,11 +69,11 @@ def _coded_kernel(*refs: Any, unit: int) -> None:
   each = jnp.maximum(jnp.abs(low), jnp.abs(high))
   bad = (1 - (each < jnp.inf).astype(jnp.int32)).max(axis=0) > 0
   largest = jnp.broadcast_to(jnp.where(each < jnp.inf, each, 0.0).max(axis=0), each.shape)
-  exponent = extremes.exponent_of(largest, bad)
+  exponent = outward.exponent_of(largest, bad)
   mask = new.inside & new.real
   for ref, codes in (
-    (low_ref, extremes.floor(low, exponent)),
-    (high_ref, extremes.ceil(high, exponent)),
+    (low_ref, outward.floor(low, exponent)),
+    (high_ref, outward.ceil(high, exponent)),
   ):
     backend.store(ref, new.row, new.page, new.column, value=codes.astype(ref.dtype), mask=mask)
   one = mask & (new.column == 0)

@@ -7,7 +7,8 @@ import pytest
 
 from kvjax import Cache, Quest, settings
 from kvjax.families import sight
-from kvjax.ops.extremes import LEAST, coded, steps
+from kvjax.ops.extremes import coded, steps
+from kvjax.primitives.outward import LEAST
 from kvjax.testing.layer import Layer, Stream
 from tests.selection import Watched, check, choose, page_bounds, read, tokens_of
 

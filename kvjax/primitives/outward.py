@@ -1,4 +1,4 @@
-"""Extremes of pages' keys in 8 bits, as `kvjax.ops.extremes` has them, for kernels."""
+"""Rounding outward to multiples of a power of two, of which 127 reach; for kernels, too."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ LEAST, BAD = -126, 127  # exponents: of the smallest step; of keys that are not 
 
 def exponent_of(largest: Array, bad: Array) -> Array:
   """e of the smallest 2^e with largest ≤ 127·2^e, each of an array; `BAD` where it is bad."""
+  # largest = 1.m · 2^x, and 127 = 1.984375 · 2⁶.
   bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
   exponent = (bits >> 23) - 127 - 6 + ((bits & 0x7FFFFF) > 0x7E0000).astype(jnp.int32)
   return jnp.where(bad, BAD, jnp.maximum(exponent, LEAST))

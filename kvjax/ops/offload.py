@@ -30,6 +30,7 @@ table.declare("move_rows", pallas="kvjax.kernels.insertion.host_blocks:move")
 
 SEGMENT_BYTES = 1 << 30
 CHECKED_BYTES = 1 << 26  # of a store; smaller ones are laid out without a look at the system
+PINNED = "pinned_host"  # the kind of memory
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT_GB = 64  # what the GPU backend takes for its pool of pinned memory
 
@@ -61,15 +62,24 @@ def hosted(caches: Any) -> list[Any]:
   return jax.tree.leaves([x for x in jax.tree.leaves(caches, is_leaf=is_store) if is_store(x)])
 
 
-def placed(tree: Any) -> Any:
-  """Caches read from elsewhere, every array where that of empty caches lies: on host or device.
+def beside(where: Any, tree: Any) -> Any:
+  """The shardings of caches over devices, with stores in the host's memory if that lies apart.
 
-  Raises:
-    MemoryError: the host's pool has no room for them.
+  Args:
+    where: a sharding for every array.
+    tree: the caches, or their shapes.
   """
-  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+  stores = _apart(tree)
 
-  return jax.tree.map(lambda x: _put(x) if id(x) in stores else jnp.asarray(x), tree)
+  def one(x: Any, to: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    return to.with_memory_kind(PINNED) if id(x) in stores else to
+
+  return jax.tree.map(one, tree, where)
+
+
+def _apart(tree: Any) -> set[int]:
+  """Identities of the arrays that lie in the host's memory, apart from the device's."""
+  return {id(x) for x in hosted(tree)} if on_host() else set()
 
 
 def enlarged(store: OwnRows, to: OwnRows) -> OwnRows:
@@ -91,7 +101,7 @@ def enlarged(store: OwnRows, to: OwnRows) -> OwnRows:
     # On the host: a store never passes through the device's memory.
     grown = np.zeros(like.shape, like.dtype)
     grown[:, :, : segment.shape[2]] = np.asarray(segment)
-    return _put(grown)
+    return _put(grown, segment.sharding)
 
   return OwnRows(
     {
@@ -101,21 +111,25 @@ def enlarged(store: OwnRows, to: OwnRows) -> OwnRows:
   )
 
 
-def _put(x: Any) -> Array:
-  """An array where stores lie."""
+def _put(x: Any, where: jax.sharding.Sharding) -> Array:
+  """An array of a store, at its place in the host's memory if that lies apart."""
   if not on_host():
     return jnp.array(x)
   with _explained(x.nbytes):
-    return jax.device_put(x, host()).block_until_ready()
+    return jax.device_put(x, where).block_until_ready()
 
 
 def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:
   """Copies of some rows of caches, every array where that of the caches lies."""
-  stores = {id(x) for x in hosted(tree)} if on_host() else set()
+  stores = _apart(tree)
   if not stores and not any(x.is_deleted() for x in jax.tree.leaves(tree)):
     return _rows(tree, np.asarray(rows, np.int32))
-  # A store's rows never pass through the device's memory.
-  return placed(jax.tree.map(lambda x: np.asarray(x)[rows] if id(x) in stores else x[rows], tree))
+
+  def one(x: Array) -> Array:
+    # A store's rows never pass through the device's memory.
+    return _put(np.asarray(x)[rows], x.sharding) if id(x) in stores else x[rows]
+
+  return jax.tree.map(one, tree)
 
 
 @jax.jit
@@ -138,7 +152,7 @@ def _pinned(shape: tuple[int, ...], dtype: Any) -> Callable[[], Array]:
 
 def host() -> jax.sharding.Sharding:
   """The place of stores that do not lie with the device's arrays."""
-  return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+  return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
 
 
 @contextlib.contextmanager

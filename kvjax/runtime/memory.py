@@ -74,7 +74,6 @@ def plan_memory(
   shapes = [x.shape for x in leaves]
   apart = offload.on_host() if apart is None else apart
   if mesh is not None:
-    sharding.check_stores(method, caches, apart)
     places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
     shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
   hosted = {id(x) for x in offload.hosted(caches)} if apart else set()

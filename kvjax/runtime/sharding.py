@@ -201,15 +201,6 @@ def check_windows(windows: Sequence[int | None], mesh: Mesh | AbstractMesh) -> N
     )
 
 
-def check_stores(method: Method, caches: Any, apart: bool) -> None:
-  """Raises NotImplementedError for caches with stores, if these lie apart in the host's memory."""
-  if apart and offload.hosted(caches):
-    raise NotImplementedError(
-      f"mesh: found {method!r}, which keeps blocks in the host's memory, expected a method without "
-      "a store: stores are not split over devices"
-    )
-
-
 def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   """Empty caches made where they belong: no device holds more than its part.
 
@@ -237,8 +228,7 @@ def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
-  check_stores(method, shapes, offload.on_host())
-  where = named(mesh, cache_specs(shapes, method))
+  where = offload.beside(named(mesh, cache_specs(shapes, method)), shapes)
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:
       to.shard_shape(x.shape)

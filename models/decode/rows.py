@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
@@ -73,20 +74,42 @@ def clear(live: Caches, rows: ArrayLike, method: Method, spec: CacheSpec) -> Cac
   """
   chosen = _checked(live, rows)
   checks.laid_out(live, method, spec)
-  one, mesh = dataclasses.replace(spec, batch=1), getattr(live[0].seen.sharding, "mesh", None)
+  one, mesh = dataclasses.replace(spec, batch=1), _mesh_of(live)
   empty = method.init_caches(one) if mesh is None else sharding.init_caches(method, one, mesh)
   check_alike(live, empty)
   return put(live, chosen, empty, np.zeros_like(chosen))
 
 
-@flat.own
-@functools.partial(jax.jit, donate_argnums=0)
-def put(live: Caches, rows: Int[Array, " n"], new: Caches, source: Int[Array, " n"]) -> Caches:
+def put(
+  live: Caches, rows: Int[np.ndarray, " n"], new: Caches, source: Int[np.ndarray, " n"]
+) -> Caches:
   """`insert` of the rows `source` of `new`, unchecked: every array leads with the rows."""
+  return _written(_mesh_of(live), live, rows, new, source)
+
+
+def _mesh_of(live: Caches) -> Mesh | None:
+  """The mesh that caches are split over."""
+  mesh: Mesh | None = getattr(live[0].seen.sharding, "mesh", None)
+  return mesh
+
+
+@flat.own
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _written(
+  mesh: Mesh | None,
+  live: Caches,
+  rows: Int[Array, " n"],
+  new: Caches,
+  source: Int[Array, " n"],
+) -> Caches:
+  move = offload.moved
+  if mesh is not None:
+    store, whole = sharding.spec_of(("batch", "kv_heads")), sharding.spec_of(())
+    move = sharding.shard_map(move, mesh, (store, whole, store, whole), store)
 
   def one(x: Any, y: Any) -> Any:
     if offload.is_store(x):
-      return offload.moved(x, rows, y, source)
+      return move(x, rows, y, source)
     if len(rows) == 1:  # a copy: a scatter looks at every element's place
       row = lax.dynamic_slice_in_dim(y, source[0], 1)
       return lax.dynamic_update_slice_in_dim(x, row, rows[0], 0)

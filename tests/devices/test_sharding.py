@@ -19,11 +19,13 @@ from jax.experimental import checkify
 import kvjax
 from kvjax import METHODS
 from kvjax.models.decode.batcher import Batcher
+from kvjax.models.decode.caches import restore, save
 from kvjax.models.decode.generate import generate, join, prefill, split
-from kvjax.models.decode.rows import clear
+from kvjax.models.decode.rows import clear, insert
 from kvjax.models.io import convert
 from kvjax.models.nn.parallel import shard
 from kvjax.models.nn.transformer import Transformer
+from kvjax.ops import offload
 from kvjax.runtime import sharding
 from kvjax.testing.tiny import CLOSE
 from tests import tiny_gguf
@@ -140,7 +142,6 @@ def test_sharded_prompts_may_fill_the_capacity(mesh):
 
 @pytest.mark.rest(1)
 @pytest.mark.slow
-@pytest.mark.skipif(GPU, reason="stores are not split over GPUs")
 @over((4, 1), (2, 1))
 def test_retrieval_heads_on_any_device(mesh):
   """A layer's head is on one of them, and all retrieve what it wants."""
@@ -159,6 +160,32 @@ def test_retrieval_heads_on_any_device(mesh):
     for name in ("gone", "held", "kept"):
       np.testing.assert_array_equal(mine[name], other[name])
   assert (ours[0]["kept"] >= 0).all() and (ours[2]["kept"] >= 0).all()
+
+
+@pytest.mark.rest(1)
+@pytest.mark.slow
+@over((2, 1))
+def test_stores_are_split_by_heads(mesh, tmp_path):
+  """A row enters them, one is emptied, and they are saved; all in the memory where they lie."""
+  method, made = kvjax.settings.example(METHODS["infllm"], BUDGET), []
+  for decoder in (model(*mesh), model()):
+    spec, found = decoder.spec(2, CAPACITY), []
+    for rows in (2, 1):
+      prompt = TOKENS[:rows, : LENGTHS[:rows].max()], LENGTHS[:rows]
+      empty = decoder.init_caches(method, rows, CAPACITY)
+      found.append(prefill(decoder, *prompt, empty, method))
+    (logits, live), (_, new) = found
+    live, folder = insert(live, [1], new), tmp_path / str(len(made))
+    save(folder, logits, live, method=method, spec=spec)
+    logits, again = restore(folder, method, spec, mesh=decoder.mesh)
+    generate(decoder, logits, again, method, steps=STEPS)
+    live = clear(live, [0], method, spec)
+    made.append(live)
+    if GPU:
+      assert {x.sharding.memory_kind for x in offload.hosted(live)} == {"pinned_host"}
+  parts = [x.addressable_shards[0].data.nbytes for x in offload.hosted(made[0])]
+  assert [2 * part for part in parts] == [x.nbytes for x in offload.hosted(made[1])]
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=CLOSE), *made)
 
 
 @pytest.mark.skipif(not GPU, reason="float32 on a CPU; in 16 bits prompts are cuDNN's")

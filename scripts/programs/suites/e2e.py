@@ -25,6 +25,7 @@ from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn import parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
+from kvjax.ops import offload
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, clocked, optional, torch_decoder
 
@@ -113,12 +114,12 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
     def step(_: Any, carry: Any) -> Any:
       held, token = carry
       logits, held = model.decode(token, held, method)
-      return held, jnp.argmax(logits, -1).astype(jnp.int32)
+      return offload.loose(held), jnp.argmax(logits, -1).astype(jnp.int32)
 
-    new, token = lax.fori_loop(0, steps, step, (held, token))
+    new, token = lax.fori_loop(0, steps, step, (offload.loose(held), token))
     if method.traits.positional:
       new = tuple(c.put(rows=old.rows) for c, old in zip(new, held, strict=True))
-    return new, token
+    return offload.settled(new), token
 
   return run
 

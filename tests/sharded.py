@@ -57,12 +57,10 @@ def programs(method, heads, slots):
   graph, leaves = split(decoder)
 
   def read(leaves, caches, tokens, lengths):
-    logits, caches = join(graph, leaves).prefill(tokens, lengths, caches, method)
-    return logits, offload.settled(caches)
+    return join(graph, leaves).prefill(tokens, lengths, caches, method)
 
   def step(leaves, caches, token, live):
-    logits, caches = join(graph, leaves).decode(token, caches, method, live)
-    return logits, offload.settled(caches)
+    return join(graph, leaves).decode(token, caches, method, live)
 
   caches = decoder.init_caches(method, 2, CAPACITY)
   prompt = TOKENS[:, : LENGTHS.max()], LENGTHS
@@ -88,6 +86,7 @@ class Ran:
 def ran(method, heads=0, slots=1):
   read, step, leaves, caches, prompt = programs(method, heads, slots)
   parts = jax.tree.map(lambda x: x.addressable_shards[0].data.nbytes, caches)
+  read, step = (lambda *args, f=f: offload.settled(f(*args)) for f in (read, step))
   first, caches = jax.jit(read)(leaves, caches, *prompt)
   live = np.ones(2, bool)
   lowered = jax.jit(step, donate_argnums=1).lower(leaves, caches, TOKENS[:, 0], live)

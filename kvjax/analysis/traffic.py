@@ -288,7 +288,8 @@ def _layer(at: Site, spec: CacheSpec, cache: Cache, carry: Carry) -> tuple[Layer
   def step(cache: Cache, carry: Carry, q: Any, k: Any, v: Any, live: Any) -> Any:
     return at.top.decode_step(at, cache, q, k, v, live, carry)[:3]
 
-  program, made = jax.make_jaxpr(step, return_shape=True)(cache, carry, q, k, k, live)
+  with offload.followed():
+    program, made = jax.make_jaxpr(step, return_shape=True)(cache, carry, q, k, k, live)
   paths, _ = jax.tree_util.tree_flatten_with_path(cache)
   leaves = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in paths}
   coded = jnp.issubdtype(cache.slots["k"].dtype, jnp.integer)

@@ -6,6 +6,7 @@ array grows with the context beyond what one allocation should be.
 """
 
 import contextlib
+import contextvars
 import functools
 import math
 import os
@@ -54,7 +55,20 @@ def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dty
 
 def on_host() -> bool:
   """True if stores lie in the host's memory, apart from the device's."""
-  return jax.default_backend() == "gpu"
+  return not _followed.get() and jax.default_backend() == "gpu"
+
+
+@contextlib.contextmanager
+def followed() -> Iterator[None]:
+  """Traces the reference wherever stores lie: for what follows its equations, and runs none."""
+  token = _followed.set(True)
+  try:
+    yield
+  finally:
+    _followed.reset(token)
+
+
+_followed: contextvars.ContextVar[bool] = contextvars.ContextVar("followed", default=False)
 
 
 def hosted(caches: Any) -> list[Any]:
@@ -100,7 +114,7 @@ def enlarged(store: OwnRows, to: OwnRows) -> OwnRows:
       return segment
     # On the host: a store never passes through the device's memory.
     grown = np.zeros(like.shape, like.dtype)
-    grown[:, :, : segment.shape[2]] = np.asarray(segment)
+    grown[:, :, : segment.shape[2]] = host_memory.view(segment)
     return _put(grown, segment.sharding)
 
   return OwnRows(
@@ -127,7 +141,7 @@ def rows_of(tree: Any, rows: Int[np.ndarray, " R"]) -> Any:
 
   def one(x: Array) -> Array:
     # A store's rows never pass through the device's memory.
-    return _put(np.asarray(x)[rows], x.sharding) if id(x) in stores else x[rows]
+    return _put(host_memory.view(x)[rows], x.sharding) if id(x) in stores else x[rows]
 
   return jax.tree.map(one, tree)
 

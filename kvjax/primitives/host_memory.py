@@ -1,8 +1,11 @@
-"""Memory that is left on this machine for this process, whoever limits it."""
+"""The host's memory: what is left of it for this process, and arrays of JAX that lie in it."""
 
 import os
 import pathlib
 from collections.abc import Iterator
+
+import jax
+import numpy as np
 
 GROUPS = pathlib.Path("/sys/fs/cgroup")
 PROCESS = pathlib.Path("/proc")
@@ -21,6 +24,16 @@ def available() -> int:
 def resident() -> int:
   """Bytes that this process holds; 0 where that is not known."""
   return _entry(PROCESS / "self/status", "VmRSS:") * 1024
+
+
+def view(x: jax.Array) -> np.ndarray:
+  """NumPy's view of an array in the host's memory, which can be donated once the view is gone.
+
+  From jax 0.11 on an array keeps the view that it gave, and what has one is not donated: a program
+  copies it, or refuses. Here an alias gives the view.
+  """
+  parts = [shard.data for shard in x.addressable_shards]
+  return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts))
 
 
 def _of_system() -> int:

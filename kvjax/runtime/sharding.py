@@ -201,6 +201,15 @@ def check_windows(windows: Sequence[int | None], mesh: Mesh | AbstractMesh) -> N
     )
 
 
+def check_stores(method: Method, caches: Any, mesh: Mesh) -> None:
+  """Raises NotImplementedError for caches with stores, if several processes would have parts."""
+  if mesh.is_multi_process and offload.on_host() and offload.hosted(caches):
+    raise NotImplementedError(
+      f"mesh: found devices of several processes for {method!r}, which keeps blocks in the host's "
+      "memory, expected devices of one"
+    )
+
+
 def init_caches(method: Method, spec: CacheSpec, mesh: Mesh) -> Any:
   """Empty caches made where they belong: no device holds more than its part.
 
@@ -228,6 +237,7 @@ def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
+  check_stores(method, shapes, mesh)
   where = offload.beside(named(mesh, cache_specs(shapes, method)), shapes)
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from kvjax.models.io import asides, files
 from kvjax.models.nn import flat
+from kvjax.primitives import host_memory
 
 EXPECTED = "a whole folder that Orbax wrote"
 HEADER, ARRAYS = pathlib.Path("header", "metadata"), "arrays"  # of a version
@@ -94,7 +95,7 @@ class Saving:
 
     header = {**header, "sums": sums(arrays)}
     # A host's array would be written as it is then, not as it is now.
-    arrays = {name: np.array(x) if _on_host(x) else x for name, x in arrays.items()}
+    arrays = {name: _of_numpy(x).copy() if _on_host(x) else x for name, x in arrays.items()}
     self._path, self._held = path, contextlib.ExitStack()
     self._error: BaseException | None = None
     with files.written(path), self._held:
@@ -156,7 +157,7 @@ _WEIGHT = 0x9E3779B1  # odd: wᵢ = i·_WEIGHT + 1 differ for all i below 2³²
 
 
 def _host_sum(x: Any) -> int:
-  entries, total = np.asarray(x).reshape(-1), 0
+  entries, total = _of_numpy(x).reshape(-1), 0
   entries = entries.view(f"u{entries.itemsize}")
   for start in range(0, entries.size, _PIECE):
     part = entries[start : start + _PIECE].astype(np.uint32)
@@ -174,6 +175,11 @@ def _sum(x: Array) -> Array:
   for axis, size in enumerate(x.shape):
     place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
   return (entries * (place * jnp.uint32(_WEIGHT) + 1)).sum(dtype=jnp.uint32)
+
+
+def _of_numpy(x: Any) -> np.ndarray:
+  """A host's array, or its view: an array of JAX may be donated afterwards."""
+  return x if isinstance(x, np.ndarray) else host_memory.view(x)
 
 
 def _on_host(x: Any) -> bool:

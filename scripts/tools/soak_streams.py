@@ -34,6 +34,7 @@ from kvjax.models.decode.streams import PromptStream
 from kvjax.models.io import convert
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
+from kvjax.primitives import host_memory
 from kvjax.programs import common, console
 
 TINY = ModelConfig(
@@ -108,8 +109,8 @@ def read(args: Args, folder: pathlib.Path) -> None:
   common.write(folder / RESULT, {**made, "bits": {**found, "last": bits(answer.last)}})
 
 
-def bits(x: Any) -> str:
-  return hashlib.sha256(np.ascontiguousarray(x)).hexdigest()[:16]
+def bits(x: jax.Array) -> str:
+  return hashlib.sha256(np.ascontiguousarray(host_memory.view(x))).hexdigest()[:16]
 
 
 def run(folder: pathlib.Path, places: list[int], rng: random.Random) -> dict[str, Any]:

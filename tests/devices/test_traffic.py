@@ -137,6 +137,16 @@ def test_the_store_is_reached_over_the_link():
   assert layer.bound
 
 
+@pytest.mark.parametrize("name", ["infllm", "ltri"])
+def test_a_gpu_s_kernels_do_not_hide_the_store(name, monkeypatch):
+  method = kvjax.settings.example(kvjax.METHODS[name], 16)
+  spec = kvjax.CacheSpec(2, 128, kv_heads=2, groups=2, head_dim=8, layers=2)
+  found = [step_traffic(spec, method)]
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  found.append(step_traffic(spec, method))
+  assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
   ("read", "whole", "taken"),
   [

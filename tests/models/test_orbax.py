@@ -156,3 +156,15 @@ def test_sums_tell_exchanged_numbers_wherever_they_are(dtype, monkeypatch):
   assert orbax.sums({"a": x, "b": jnp.asarray(x), "c": spread}) == dict.fromkeys("abc", want)
   x[0, 0, 0], x[3, 2, 4] = 1, 0
   assert orbax.sums({"a": x})["a"] != want
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_saved_can_be_donated(tmp_path, devices, dtype):
+  """From jax 0.11 on a view that an array has given to NumPy would forbid it."""
+  mesh = mesh_of(devices)
+  where = jax.NamedSharding(mesh, jax.P("heads"), memory_kind="pinned_host")
+  x = jax.device_put(np.arange(8, dtype=jnp.dtype(dtype)), where)
+  orbax.Saving(tmp_path / "x", {}, {"a": x}).wait()
+  jax.jit(lambda x: x, donate_argnums=0, out_shardings=where)(x)
+  assert x.is_deleted()

@@ -143,6 +143,7 @@ FEW = 12  # such stages a multiprocessor
 LEVEL = 0.95  # of the multiprocessors that a wave of programs keeps busy
 SHORT = 1 << 20  # bytes of a row; where there are MANY such rows a multiprocessor, none is cut
 MANY = 3
+PIECE = 12  # tiles of a piece, at least, where more than a program a multiprocessor are tried
 
 
 def streaming(
@@ -151,8 +152,8 @@ def streaming(
   """Contiguous slots: large tiles, a program on each multiprocessor, or up to four of shorter work.
 
   As many times the multiprocessors as leave few of them idle in the last wave: rows of one length
-  get equal numbers of pieces, `split_k.piece`. A program has at least two tiles, if there are so
-  many; its products fit the registers of four warps. Where keys are few and each has one query,
+  get equal numbers of pieces, `split_k.piece`. For that no piece gets fewer than a dozen tiles: to
+  join them takes longer. A program's products fit the registers of four warps. Where keys are few and each has one query,
   two programs share a multiprocessor at least: one alone waits for its tiles. Many short rows are
   a program each, whatever their lengths: among them a program looks for its piece longer than it
   reads the longest. Wide heads take smaller tiles and a stage more, and where there is much to
@@ -173,7 +174,7 @@ def streaming(
 
   def busy(times: int) -> float:
     pieces = rows * max(1, times * here.cores // rows)
-    enough = 2 * pieces <= rows * max(1, slots // tile)
+    enough = PIECE * pieces <= rows * (slots // tile)
     return pieces / (here.cores * math.ceil(pieces / here.cores)) if enough else 0.0
 
   tried = (2,) if wide and not few else range(2 if few and groups == 1 else 1, 5)

@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 
 from kvjax.programs import plot
-from kvjax.programs.evals import walks
 from kvjax.programs.evals.standing import Standings, standings
 from kvjax.programs.evals.stats import Estimate
 from scripts.tools.tablemakers import GPU, Part, Results, cells
@@ -126,13 +125,10 @@ def smollm2(results: Results) -> Part:
 
   Walks that are too short to end early at a length have no figure there.
   """
-  settings = results.json(f"{FOLDER}/settings.json")
   found = summary(results, f"{FOLDER}/summary.json").fillna({"budget": 0})
   found = found[~found.method.str.startswith("ltri")]
-  who = zip(found.method, found.budget, found.length, strict=True)
-  short = [walks.too_short(name, int(budget) or None, n, settings) for name, budget, n in who]
   means = [kl.mean if kl else 100 * one.mean for one, kl in zip(found.score, found.kl, strict=True)]
-  found["value"] = pd.Series(means, found.index).mask(short)
+  found["value"] = pd.Series(means, found.index).mask(found.too_short)
   wide = found.pivot(index=["budget", "method"], columns=["task", "length"], values="value")
   rows = pd.DataFrame({"needle": wide["needle", 2048], "kl": wide["kl", 2048]})
   for n in LENGTHS:

@@ -94,17 +94,15 @@ class Ratio:
     return self.text if took.steady else f"– ({took.name}: {took.spread})"
 
 
-def over(mine: Timing, reference: Timing, form: str = "{:.2f}") -> Ratio:
-  """One time over another, which is divided by; ValueError if they are of unlike cards."""
+def over(mine: Timing, reference: Timing, form: str = "{:.2f}", power: int = 1) -> Ratio:
+  """One time over another, which is divided by; ValueError if they are of unlike cards.
+
+  A power of −1 turns it round: how often as fast as the reference it is.
+  """
   if mine.card != reference.card:
     raise ValueError(f"cards: found {mine.card!r} and {reference.card!r}, expected one card")
-  value = mine.us / reference.us
+  value = (mine.us / reference.us) ** power
   return Ratio(value, form.format(value), reference)
-
-
-def gain(mine: Timing, reference: Timing, form: str = "{:.2f}") -> Ratio:
-  """The same the other way round: how often as fast as the reference it is."""
-  return dataclasses.replace(over(reference, mine, form), reference=reference)
 
 
 class Results:

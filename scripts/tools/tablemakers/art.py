@@ -1,11 +1,12 @@
 """ART: walks that never stop, walks that do, whole steps, and studies of stops."""
 
+import functools
 import itertools
 import re
 
 import pandas as pd
 
-from scripts.tools.tablemakers import Part, Record, Results, cells, gain
+from scripts.tools.tablemakers import Part, Record, Results, cells, over
 from scripts.tools.tablemakers.cells import Cases, faster, figure, longer, own, said
 
 DENSE = "dense decode"
@@ -49,23 +50,19 @@ shared = Cases("art", "^lone").table(
 )
 
 
-def _allowed(name: str = "") -> cells.Column:
+def _allowed(case: Record, name: str = "") -> str | None:
   """A token's rate over the full cache's, of what bytes allow."""
-
-  def show(case: Record) -> str | None:
-    who = name or case["case"].partition(" Llama")[0]
-    if who == "Full" or who not in case:
-      return None if who == "Full" else ""
-    return f"{gain(case[who], case['Full'])} of {case[f'{who}, bytes allow']:.2f}"
-
-  return show
+  who = name or case["case"].partition(" Llama")[0]
+  if who == "Full" or who not in case:
+    return None if who == "Full" else ""
+  return f"{over(case[who], case['Full'], power=-1)} of {case[f'{who}, bytes allow']:.2f}"
 
 
 steps = Cases("art_e2e", "^(?!known)").table(
-  ("base", _allowed()),
-  ("ART, τ = 1e-5", _allowed("ART 1e-5")),
-  ("ART, τ = 0.01", _allowed("ART 1e-2")),
-  ("ART, paper's share", _allowed("ART paper")),
+  ("base", _allowed),
+  ("ART, τ = 1e-5", functools.partial(_allowed, name="ART 1e-5")),
+  ("ART, τ = 0.01", functools.partial(_allowed, name="ART 1e-2")),
+  ("ART, paper's share", functools.partial(_allowed, name="ART paper")),
 )
 
 # Of studies of a speech's activations.

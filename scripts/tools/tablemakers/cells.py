@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from scripts.tools.tablemakers import GPU, Part, Ratio, Record, Results, gain, over
+from scripts.tools.tablemakers import GPU, Part, Ratio, Record, Results, over
 
 # A name of a record's, contenders of a case (`value`), or a function of the record.
 Column = str | Callable[[Any], Any]
@@ -88,19 +88,17 @@ def own(names: str = "kvjax") -> Column:
   return lambda case: f"{value(case, names) or case[names]:**}"
 
 
-def longer(
-  reference: str, mine: str = "kvjax", form: str = "{:.2f}", how: Callable[..., Ratio] = over
-) -> Column:
+def longer(reference: str, mine: str = "kvjax", form: str = "{:.2f}", power: int = 1) -> Column:
   """Ratio of this time to the reference's, if both have one."""
 
   def show(case: Record) -> Ratio | None:
     both = value(case, mine), value(case, reference)
-    return how(*both, form) if all(both) else None
+    return over(*both, form, power) if all(both) else None
 
   return show
 
 
-faster = functools.partial(longer, how=gain)  # the reference's time over this one
+faster = functools.partial(longer, power=-1)  # the reference's time over this one
 
 
 def figure(form: str | Callable[..., str], *names: str, to: str = "") -> Column:

@@ -13,16 +13,13 @@ from scripts.tools.tablemakers.cells import say
 
 RETRIEVING = 14  # of 32 layers: those with a retrieval head divide their blocks
 MAPS = 32  # that a case of `spans` divides
-WRONG = "wrong with no block, a part, all on top"
 
 
 def stream(results: Results) -> Part:
   """The first marks of a run, in which programs are loaded, do not count."""
+  suites = {"offload": "1,048,576 tokens", "offload_128K": "131,072 tokens, divided by kernels"}
   columns = {}
-  for suite, label in (
-    ("offload", "1,048,576 tokens"),
-    ("offload_128K", "131,072 tokens, divided by kernels"),
-  ):
+  for suite, label in suites.items():
     case = results.bench(suite)["whole stream"]
     rates = case["tokens a second to each mark"][1:]
     parts = case["vectors, GiB"], case["copies, GiB"]
@@ -101,8 +98,7 @@ def apart(results: Results, folder: str) -> Part:
     both = [(mine[i]["right"], theirs[i]["right"]) for i in mine.keys() & theirs.keys()]
     first, second = both.count((True, False)), both.count((False, True))
     p = binomtest(first, max(1, first + second)).pvalue
-    row = {"`ltri` alone": first, "this one alone": second, "p": f"{p:.1e}"}
-    rows[cells.method(name)] = row
+    rows[cells.method(name)] = {"`ltri` alone": first, "this one alone": second, "p": f"{p:.1e}"}
   return pd.DataFrame.from_dict(rows, "index").rename_axis("beside `ltri`")
 
 
@@ -123,5 +119,5 @@ def _retrieved(about: Record, name: str, found: Record) -> dict[str, str | None]
   wrong = [x["recall"][0][-1] for x in answers if not x["right"]]
   none, whole = wrong.count(0), wrong.count(1)
   shown = {"recall": f"{by_layer.mean():.3f}", "by chance": say("{:.3f}", chance)}
-  shown[WRONG] = f"{none}, {len(wrong) - none - whole}, {whole}"
+  shown["wrong with no block, a part, all on top"] = f"{none}, {len(wrong) - none - whole}, {whole}"
   return shown | {"best layer": f"{by_layer.max():.2f} ({by_layer.argmax()})"}

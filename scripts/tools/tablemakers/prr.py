@@ -24,9 +24,7 @@ layer = Cases("prr", "^(8B|GLM-4-9B-like) ").table(
   ("if parts hid", _hidden),
   ("apart", "speculate + score"),
   ("side by side", "speculate beside score"),
-  "select",
-  "attend",
-  "repair",
+  *("select", "attend", "repair"),
   ("gain of S1", faster("serial", "prr, S1")),
   ("of S2", faster("serial", "prr, S2")),
   ("over peers", faster(PEERS, "prr", "{:.1f}")),
@@ -82,12 +80,9 @@ def foresight(results: Results, model: str = "") -> Part:
 
   On the texts that α, β, γ were searched on, a step later.
   """
-  columns = {}
+  columns, hits = {}, figure("{:.0%} ({:.0%})", "hit_rate", "weighted_hit_rate")
   for base, study in results.json(HITS[model])["bases"].items():
     if base in HEADS:
-      found = {REUSED: say("{:.0%}", study["last step's"]["reuse"])}
-      for name in filter(study.__contains__, FORECASTS):
-        hits = study[name]["hit_rate"], study[name]["weighted_hit_rate"]
-        found[name] = say("{:.0%} ({:.0%})", *hits)
-      columns[HEADS[base]] = found
+      found = {name: hits(study[name]) for name in FORECASTS if name in study}
+      columns[HEADS[base]] = {REUSED: say("{:.0%}", study["last step's"]["reuse"]), **found}
   return pd.DataFrame(columns).rename_axis("")

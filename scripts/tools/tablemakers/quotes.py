@@ -12,22 +12,19 @@ import re
 import pandas as pd
 
 from scripts.tools import markers, tablemakers
-from scripts.tools.tablemakers import Part, Results
-
-SHORT = pathlib.Path(__file__).with_name("short.md")
+from scripts.tools.tablemakers import Part, Results, cells
 
 
 def beside(results: Results, page: str) -> Part:
-  rows = pd.DataFrame(results.json("papers.json")["pages"][page])
-  rows["here"] = [filled(results, template) for template in rows.here]
-  rows = rows.rename(columns={"what": "", "figure": "the paper"})
-  return rows.set_index(["", "where"])[["the paper", "here"]]
+  rows = results.json("papers.json")["pages"][page]
+  here = "here", lambda row: filled(results, row["here"])
+  return cells.table(rows, [("", "what"), "where"], ("the paper", "figure"), here)
 
 
 def short(results: Results, where: str = "") -> Part:
   """The rows of short.md; those of the first page alone if so asked."""
-  rows = {}
-  for line in SHORT.read_text("utf-8").partition("|---|\n")[2].splitlines():
+  rows, text = {}, pathlib.Path(__file__).with_name("short.md").read_text("utf-8")
+  for line in text.partition("|---|\n")[2].splitlines():
     place, label, template = line.strip("| ").split(" | ")
     if where in place:
       rows[label] = filled(results, template)

@@ -15,13 +15,13 @@ from scripts.tools.tablemakers.scores import FULL, REAL, called, gap, percent, r
 FIRST, LAST = 8192, 32768  # lengths that are compared
 LEAST = 0.5  # the full cache's score in the tasks that are compared
 MS, KEPT = "ms a token (× full)", "GB kept a row (× full)"
+LABEL = "tokens attended to"
 
 
 @functools.cache
 def views(results: Results, folder: str = REAL) -> dict[tuple[int, str], Standings]:
   """Scores by length and mode, without walks too short to end early."""
-  found = standings(run(results, folder).rows, LEAST)
-  return {(whole.length, whole.mode): whole for whole in found}
+  return {(x.length, x.mode): x for x in standings(run(results, folder).rows, LEAST)}
 
 
 @functools.cache
@@ -29,10 +29,8 @@ def steps(results: Results, folder: str = REAL) -> pd.DataFrame:
   """Steps that the full cache was timed beside: numbers, and texts."""
   found, rows = run(results, folder), []
   ((_, settings),) = found.runs
-  times = {
-    cost: Timing(f"`{cost.method}`", cost.us, cost.low, cost.high, settings["device"])
-    for cost in found.costs
-  }
+  card = settings["device"]
+  times = {x: Timing(f"`{x.method}`", x.us, x.low, x.high, card) for x in found.costs}
   full = {(cost.length, cost.batch): time for cost, time in times.items() if cost.method == "full"}
   for cost, time in times.items():
     if theirs := full.get((cost.length, cost.batch)):
@@ -77,12 +75,11 @@ def scores(results: Results, where: str) -> Part:
   least = itertools.accumulate(tokens, lambda x, n: x if n <= choices.ALIKE * x else n)
   found["least"] = found.seen.map(dict(zip(tokens, least, strict=True))).where(compared)
   alike = found.drop(FULL).groupby("least").seen
-  found["label"] = found.least.map(alike.agg(_tokens if len(timed) else lambda _: "–"))
-  found.loc[FULL, ["label", "least"]] = "all", float("inf")
-  found = found.sort_values(["least", "score"], ascending=False).fillna({"label": "no mean"})
+  found[LABEL] = found.least.map(alike.agg(_tokens if len(timed) else lambda _: "–"))
+  found.loc[FULL, [LABEL, "least"]] = "all", float("inf")
+  found = found.sort_values(["least", "score"], ascending=False).fillna({LABEL: "no mean"})
   found = found.drop(columns=["score", "budget", "seen", "least"])
-  found = found.set_index("label", append=True).swaplevel()
-  return found.rename_axis(["tokens attended to", "method, budget"])
+  return found.set_index(LABEL, append=True).swaplevel()
 
 
 def _tokens(attended: Any) -> str:
@@ -102,26 +99,24 @@ def when(results: Results) -> Part:
   timed, rows = steps(results), []
   if timed.empty:
     return timed
-  timed = timed.set_index("cost")
   wholes = [whole for x in (FIRST, LAST) if (whole := views(results).get((x, "aware")))]
-  for board in costs.boards(wholes, [*timed.index]):
+  for board in costs.boards(wholes, [*timed.cost]):
     for same in choices.classes(board):
       attended = _tokens(point.cost.attended for point in same.points[1:])
       for memory, chosen in choices.by_memory(same):
         row = {"tokens": f"{board.standings.length:,}", "batch": board.batch}
         row |= {"attended to": attended, "memory": memory}
-        rows += [row | _taken(results, board, choice, timed) for choice in chosen]
+        rows += [row | _taken(results, board, choice) for choice in chosen]
   return pd.DataFrame(rows).set_index([*rows[0]][:6])
 
 
-def _taken(
-  results: Results, board: costs.Board, choice: choices.Choice, timed: pd.DataFrame
-) -> dict[str, Any]:
+def _taken(results: Results, board: costs.Board, choice: choices.Choice) -> dict[str, Any]:
   """A method's costs and score, and what it loses in each mode."""
   row = {"for": ", ".join(choice.aims), "take": "nothing that was measured fits"}
   if (point := choice.point) is None:
     return row
-  step, who, whole = timed.loc[point.cost], (point.method, point.budget), board.standings
+  step = steps(results).set_index("cost").loc[point.cost]
+  who, whole = (point.method, point.budget), board.standings
   lost, risks = gap(whole, *who), [families.of(point.method).risk]
   for (length, mode), other in views(results).items():
     if length == whole.length and other is not whole and (there := gap(other, *who)):

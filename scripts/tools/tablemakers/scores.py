@@ -129,14 +129,13 @@ def smollm2(results: Results) -> Part:
   found = found[~found.method.str.startswith("ltri")]
   means = [kl.mean if kl else 100 * one.mean for one, kl in zip(found.score, found.kl, strict=True)]
   found["value"] = pd.Series(means, found.index).mask(found.too_short)
-  wide = found.pivot(index=["budget", "method"], columns=["task", "length"], values="value")
+  wide = found.set_index(["budget", "method", "task", "length"]).value.unstack([2, 3], sort=False)
   rows = pd.DataFrame({"needle": wide["needle", 2048], "kl": wide["kl", 2048]})
   for n in LENGTHS:
     rows[f"RULER at {n >> 10}K"] = wide[[(task, n) for task in RULER]].mean(axis=1, skipna=False)
-  rows = rows.loc[[*dict.fromkeys(zip(found.budget, found.method, strict=True))]]
-  rows["order"] = -rows.needle.fillna(0)
+  rows = rows.reset_index().sort_values(["budget", "needle"], ascending=[True, False])
   return cells.table(
-    rows.reset_index().sort_values(["budget", "order"]).replace({"budget": {0: None}}),
+    rows.replace({"budget": {0: None}}),
     [("budget", figure("{:.0f}", "budget")), ("method", figure("`{}`", "method"))],
     said("needle", "{:.0f}"),
     ("KL, nats", figure("{:.4f}", "kl")),

@@ -23,10 +23,9 @@ def sharing(results: Results, path: str) -> Part:
     for line, points in study["found"].items()
     for name, point in sorted(points.items(), key=lambda pair: pair[1]["retrieved"]["mean"])
   )
-  columns = []
-  for name, (head, form) in SHARED.items():
+  for name in SHARED:
     rows[f"{name}.half"] = rows[f"{name}.high"] - rows[f"{name}.mean"]
-    columns.append((head, figure(form, f"{name}.mean", f"{name}.half")))
+  columns = ((head, figure(form, f"{x}.mean", f"{x}.half")) for x, (head, form) in SHARED.items())
   made = cells.table(rows, [("", "label")], *columns).fillna("")
   made.attrs["note"] = study["n"].replace("text(s)", "texts")
   return made

@@ -131,13 +131,10 @@ def interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float] 
   if len(set(old)) < 2 or len(set(new)) < 2:
     return None
   rng = np.random.default_rng(0)
-  before, after = (np.median(_resampled(rng, times), -1) for times in (old, new))
+  drawn = (rng.choice(times, (_RESAMPLES, len(times))) for times in (old, new))
+  before, after = (np.median(each, -1) for each in drawn)
   low, high = np.quantile(after / before, (0.025, 0.975))
   return float(low), float(high)
-
-
-def _resampled(rng: np.random.Generator, times: Sequence[float]) -> np.ndarray:
-  return np.asarray(times)[rng.integers(0, len(times), (_RESAMPLES, len(times)))]
 
 
 def _paths(old: pathlib.Path, new: pathlib.Path) -> list[dict[str, pathlib.Path]]:

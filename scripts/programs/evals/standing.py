@@ -12,6 +12,12 @@ FULL = "full"
 Who = tuple[str, int | None]  # a method and its budget
 
 
+def between(counts: Iterable[int]) -> str:
+  """The least and the most of some numbers, in words."""
+  few, many = min(listed := list(counts)), max(listed)
+  return f"n = {few}" if few == many else f"n = {few} to {many}"
+
+
 def aware_first(mode: str) -> tuple[bool, str]:
   """A key to sort modes by."""
   return mode != "aware", mode
@@ -66,8 +72,7 @@ class Standings:
   @property
   def n(self) -> str:
     """Prompts a task, in words."""
-    few, many = self.counts
-    return f"n = {few}" if few == many else f"n = {few} to {many}"
+    return between(self.counts)
 
   @property
   def missing(self) -> list[Standing]:
@@ -116,7 +121,7 @@ def _standings(length: int, mode: str, place: dict[Who, Cells], least: float) ->
   compared = {
     who: cells
     for who, cells in place.items()
-    if all(2 * len(_both(cells, whole, task)) >= len(whole[task]) for task in tasks)
+    if all(2 * len(whole[x].keys() & cells.get(x, {})) >= len(whole[x]) for x in tasks)
   }
   shared = {task: _shared(task, compared, whole) for task in whole}
   counts = [len(shared[task]) for task in tasks]
@@ -128,10 +133,6 @@ def _standings(length: int, mode: str, place: dict[Who, Cells], least: float) ->
 def _followed(found: dict[str, dict[str, Any]]) -> bool:
   """True if a task follows a given text, and has no answers."""
   return "kl" in next(iter(found.values()))["also"]
-
-
-def _both(cells: Cells, whole: Cells, task: str) -> frozenset[str]:
-  return frozenset(cells.get(task, {})) & frozenset(whole[task])
 
 
 def _shared(task: str, compared: dict[Who, Cells], whole: Cells) -> frozenset[str]:

@@ -75,7 +75,7 @@ def summarise(
     mine = list(by_index.values())
     whole = sum(full[i]["score"] for i in both)
     full_bytes = sum(full[i]["cache_bytes"] for i in both)
-    followed = "positions" in mine[0]
+    followed, visited = "positions" in mine[0], [x["visited"] for x in mine if "visited" in x]
     out.append(
       Summary(
         task=task,
@@ -101,7 +101,7 @@ def summarise(
           row["seconds"]["prefill"] for row in mine if "prefill" not in row["seconds"]["cold"]
         ),
         batch=max(row["seconds"]["rows"] for row in mine),
-        visited=_mean(row["visited"] for row in mine if "visited" in row),
+        visited=statistics.fmean(visited) if visited else None,
         too_short=settings is not None and walks.too_short(method, budget, length, settings),
       )
     )
@@ -112,11 +112,6 @@ def summarise(
 def _median(values: Iterable[float]) -> float | None:
   listed = list(values)
   return statistics.median(listed) if listed else None
-
-
-def _mean(values: Iterable[float]) -> float | None:
-  listed = list(values)
-  return statistics.fmean(listed) if listed else None
 
 
 def table(summaries: Sequence[Summary]) -> str:

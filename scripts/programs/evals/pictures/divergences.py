@@ -10,13 +10,12 @@ from kvjax.programs.evals.pictures.look import (
   SMALL,
   Rows,
   Styles,
-  between,
   legend,
   logarithmic,
   name_axes,
   sheet,
 )
-from kvjax.programs.evals.standing import FULL
+from kvjax.programs.evals.standing import FULL, between
 from kvjax.programs.evals.stats import estimate
 
 WIDTH = 16  # tokens over which curves are smoothed

@@ -10,13 +10,12 @@ from kvjax.programs.evals.pictures.look import (
   SMALL,
   Styles,
   apart,
-  between,
   legend,
   logarithmic,
   name_axes,
   sheet,
 )
-from kvjax.programs.evals.standing import FULL, aware_first
+from kvjax.programs.evals.standing import FULL, aware_first, between
 from kvjax.programs.evals.stats import Estimate, mean_of
 from kvjax.programs.evals.summary import Summary
 

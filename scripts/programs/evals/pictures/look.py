@@ -52,11 +52,6 @@ def modes(rows: Rows) -> list[str]:
   return sorted({row["mode"] for row in rows}, key=aware_first)
 
 
-def between(counts: Iterable[int]) -> str:
-  few, many = min(listed := list(counts)), max(listed)
-  return f"n = {few}" if few == many else f"n = {few} to {many}"
-
-
 def sheet(panels: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
   rows = -(-panels // columns)
   figure = Figure(figsize=(max(5.0, width * columns + 1.2), height * rows + 0.5))

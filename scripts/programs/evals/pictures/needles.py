@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from kvjax.programs.evals.pictures.look import SMALL, Rows, between, modes, sheet, thousands
-from kvjax.programs.evals.standing import FULL
+from kvjax.programs.evals.pictures.look import SMALL, Rows, modes, sheet, thousands
+from kvjax.programs.evals.standing import FULL, between
 from kvjax.programs.evals.stats import estimate
 
 _LETTERS = 13  # of a title, an inch

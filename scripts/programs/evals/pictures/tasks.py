@@ -6,8 +6,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvjax.programs.evals.pictures.look import SMALL, between, name_of
-from kvjax.programs.evals.standing import FULL, aware_first
+from kvjax.programs.evals.pictures.look import SMALL, name_of
+from kvjax.programs.evals.standing import FULL, aware_first, between
 from kvjax.programs.evals.stats import Estimate, mean_of
 from kvjax.programs.evals.summary import Summary
 

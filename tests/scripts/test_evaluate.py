@@ -928,7 +928,8 @@ def test_scorers_say_beforehand_what_they_lack(monkeypatch, package, names):
   for name in (*names, "needle", "gsm8k"):
     error = cells._unscorable(TASKS[name], Row("c", "q", "", ("1",), name, 8))
     if name in names:
-      assert isinstance(error, ImportError) and "pip install 'kvjax[benchmarks]'" in str(error)
+      lacks = f"the package {package.replace('_', '-')} (a metric) is not installed: pip install"
+      assert isinstance(error, ImportError) and str(error) == f"{lacks} 'kvjax[benchmarks]'"
     else:
       assert error is None
 

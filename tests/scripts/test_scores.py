@@ -136,15 +136,6 @@ def test_the_best_answer_counts():
   assert score(overlap.first_line(scorer), "\n\nfox\nand more", "fox") == 1
 
 
-def test_metrics_that_are_not_there_say_how_to_get_them(monkeypatch):
-  def missing(name):
-    raise ModuleNotFoundError(name)
-
-  monkeypatch.setattr(overlap.importlib, "import_module", missing)
-  with pytest.raises(ModuleNotFoundError, match=r"package jieba .*kvjax\[benchmarks\]"):
-    overlap._jieba.__wrapped__()
-
-
 def test_last_boxed_by_hand():
   assert scores.last_boxed(r"\boxed{a\{b}") == r"a\{b"
   assert scores.last_boxed(r"\fbox {x^{2}}") == "x^{2}"

@@ -1,10 +1,12 @@
 """Data sets that lie on this machine: where they are looked for, and what is said if they are not.
 
-Nothing is downloaded. The folder is $KVJAX_DATA, or `data` in the cache folder.
+Nothing is downloaded. The folder is $KVJAX_DATA, or `data` in the cache folder. Packages of
+benchmarks are looked for alike.
 """
 
 import functools
 import gzip
+import importlib
 import json
 import os
 import pathlib
@@ -45,6 +47,20 @@ def path(name: str, what: str, source: str) -> pathlib.Path:
       "(another folder than this: --data, or KVJAX_DATA)"
     )
   return file
+
+
+def package(module: str, name: str = "", what: str = "a metric") -> Any:
+  """A module of an optional package.
+
+  Raises:
+    ModuleNotFoundError: it is not installed; the message says how to get it.
+  """
+  try:
+    return importlib.import_module(module)
+  except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+      f"the package {name or module} ({what}) is not installed: pip install 'kvjax[benchmarks]'"
+    ) from error
 
 
 def read(file: pathlib.Path) -> Any:

@@ -7,7 +7,6 @@ what it would bring (prompt and scores) is what the generator's problems need as
 """
 
 import functools
-import importlib
 import warnings
 from typing import Any
 
@@ -45,15 +44,9 @@ def _few_shot(count: Count, problems: list[tuple[str, str]], *, task: str, lengt
 
 @functools.lru_cache(maxsize=4)
 def _reasoning_gym(seed: int) -> Any:
-  try:
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")
-      gym = importlib.import_module("reasoning_gym")
-  except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-      "the package reasoning-gym (problems of gsm_symbolic) is not installed: "
-      "pip install 'kvjax[benchmarks]'"
-    ) from error
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    gym = local.package("reasoning_gym", "reasoning-gym", "problems of gsm_symbolic")
   return gym.create_dataset("gsm_symbolic", seed=seed, size=1 << 20)
 
 

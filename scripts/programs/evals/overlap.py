@@ -7,7 +7,6 @@ compared by jieba's words in LongBench and by characters in InfiniteBench.
 import collections
 import difflib
 import functools
-import importlib
 import itertools
 import re
 import string
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.programs.evals import local
 from kvjax.programs.evals.task import Row
 
 _CHINESE = (
@@ -128,7 +128,7 @@ def chinese_rouge_l(answer: str, reference: str) -> float:
 
 def rouge_l_sum(answer: str, row: Row) -> float:
   """ROUGE-Lsum's F against the best reference, by the `rouge-score` package, without stemming."""
-  scorer = _package("rouge_score.rouge_scorer", "rouge-score").RougeScorer(["rougeLsum"])
+  scorer = local.package("rouge_score.rouge_scorer", "rouge-score").RougeScorer(["rougeLsum"])
   return scorer.score_multi(row.answers, answer)["rougeLsum"].fmeasure
 
 
@@ -142,7 +142,7 @@ def _jieba() -> Any:
   """jieba, without its log and the warnings of its old code."""
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    jieba = _package("jieba")
+    jieba = local.package("jieba")
     jieba.setLogLevel("WARNING")
     jieba.initialize()
   return jieba
@@ -178,12 +178,3 @@ def named_class(answer: str, row: Row) -> float:
     return 1 / len(named) if reference in named else 0.0
 
   return best(metric)(answer, row)
-
-
-def _package(module: str, name: str = "") -> Any:
-  try:
-    return importlib.import_module(module)
-  except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-      f"the package {name or module} (a metric) is not installed: pip install 'kvjax[benchmarks]'"
-    ) from error

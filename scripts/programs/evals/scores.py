@@ -3,6 +3,7 @@
 import itertools
 import re
 
+from kvjax.programs.evals import local
 from kvjax.programs.evals.task import Row
 
 PATIENCE = 60  # seconds for a formula: in math-verify's 5 a busy machine may not even be loaded
@@ -152,13 +153,7 @@ def normal_formula(text: str) -> str:
 
 def _same_value(reference: str, said: str) -> bool:
   """True if `math-verify` finds both to be of the same value."""
-  try:
-    import math_verify
-  except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-      "the package math-verify (a metric) is not installed: pip install 'kvjax[benchmarks]'"
-    ) from error
-
+  math_verify = local.package("math_verify", "math-verify")
   sides = [math_verify.parse(f"${x}$", parsing_timeout=PATIENCE) for x in (reference, said)]
   return bool(math_verify.verify(*sides, timeout_seconds=PATIENCE))
 

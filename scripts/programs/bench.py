@@ -153,9 +153,9 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
   timed = [contender for contender in case.contenders if contender.name not in wrong]
   for contender in timed:
     contender.seconds()
-  times, rounds = _round(timed, repetitions), 1
+  times, rounds = in_turn(timed, repetitions), 1
   while wide(times) and rounds < ROUNDS:
-    times, rounds = _round(timed, repetitions), rounds + 1
+    times, rounds = in_turn(timed, repetitions), rounds + 1
   results = []
   for contender in case.contenders:
     row: dict[str, Any] = {"name": contender.name, "error": errors.get(contender.name)}
@@ -201,7 +201,7 @@ def slower(mine: list[float], theirs: list[float]) -> list[float]:
   return [np.median(pairs), *np.percentile(np.median(draws, 1), [2.5, 97.5])]
 
 
-def _round(contenders: list[Contender], repetitions: int) -> dict[str, list[float]]:
+def in_turn(contenders: list[Contender], repetitions: int) -> dict[str, list[float]]:
   """Seconds of every contender, `repetitions` times each, in turn."""
   times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
   for _ in range(repetitions):

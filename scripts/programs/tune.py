@@ -16,14 +16,12 @@ is checked against the float32 reference. Of those within 3 % of the best, the o
 times for rows of one length and for rows of different lengths have the least product.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import json
 import os
 import pathlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
@@ -39,8 +37,8 @@ from kvjax.kernels.common import config, devices
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.decode.dense import decode_with_output
-from kvjax.programs import common, shapes
-from kvjax.programs.bench import environment
+from kvjax.programs import common, shapes, suites
+from kvjax.programs.bench import environment, in_turn
 from kvjax.programs.suites import Contender, exhausted, jax_contender, prr
 from kvjax.programs.suites.decode import reference, rotation
 from kvjax.testing.decode_cases import BOUNDED, TUNED, Shape
@@ -115,12 +113,7 @@ def facts(repetitions: int) -> dict[str, Any]:
 def _read(repetitions: int) -> float:
   """Bytes a second of a streaming read of arrays of a GiB, in turn."""
   sized = [jnp.full(1 << 29, i, jnp.bfloat16) for i in range(2)]
-  turns = [(jnp.float32(1 + i), x) for i, x in enumerate(sized)]
-
-  def read(factor: jax.Array, x: jax.Array) -> jax.Array:
-    return (x.astype(jnp.float32) * factor).sum()
-
-  contender = jax_contender("read", read, turns, calls=4)
+  contender = suites.reading([[x] for x in sized], calls=4)
   contender.seconds()
   seconds = statistics.median(contender.seconds() for _ in range(repetitions))
   return _rounded(sized[0].nbytes / seconds)
@@ -131,11 +124,7 @@ def _link(first: jax.Device, repetitions: int) -> float:
   kinds = "device", "pinned_host"
   to, held = (jax.sharding.SingleDeviceSharding(first, memory_kind=kind) for kind in kinds)
   x = jax.block_until_ready(jax.device_put(jnp.ones(1 << 28, jnp.float32), held))
-  seconds = []
-  for _ in range(1 + repetitions):
-    began = time.perf_counter()
-    jax.block_until_ready(jax.device_put(x, to))
-    seconds.append(time.perf_counter() - began)
+  seconds = [suites.clocked(jax.device_put, x, to)[0] for _ in range(1 + repetitions)]
   return _rounded(x.nbytes / min(seconds[1:]))
 
 
@@ -194,17 +183,12 @@ class Sweep:
   def add(self, configs: list[Config]) -> None:
     """Times those that are new, compile and are right: median seconds of a call."""
     new = [choice for choice in dict.fromkeys(configs) if choice not in self.times]
-    # Compiling is most of the time, and not Python's.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-      built = dict(zip(new, pool.map(self._build, new), strict=True))
-    right = {choice: made for choice, made in built.items() if made}
-    taken: dict[Config, list[float]] = {choice: [] for choice in right}
+    built = suites.together(functools.partial(self._build, choice) for choice in new)
+    right = {choice: made for choice, made in zip(new, built, strict=True) if made}
     for contender in right.values():
       contender.seconds()
-    for _ in range(self._repetitions):
-      for choice, contender in right.items():
-        taken[choice].append(contender.seconds())
-    self.times |= {choice: statistics.median(seconds) for choice, seconds in taken.items()}
+    taken = in_turn(list(right.values()), self._repetitions)
+    self.times |= {choice: statistics.median(taken[str(choice)]) for choice in right}
 
   def ranking(self) -> list[Config]:
     """The fastest first."""

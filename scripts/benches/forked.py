@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs.suites import Case, suite
+from kvjax.programs.suites import Case, named, suite
 from scripts.benches import e2e_sparse
 from scripts.benches._layer import holding
 from scripts.benches.e2e_sparse import STEPS
@@ -23,8 +23,8 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """A step of n branches of one context."""
   name = "tiny" if quick else "Llama-3.1-8B"
   for branches, tokens in ((4, 128),) if quick else BRANCHES:
-    size = f"{tokens >> 10}K" if tokens >= 1024 else tokens
-    yield f"forked {name} n{branches} T{size}", case, name, branches, tokens, quick
+    title = f"forked {name} n{branches} T{named(tokens)}"
+    yield title, case, name, branches, tokens, quick
 
 
 def case(title: str, name: str, branches: int, tokens: int, quick: bool) -> Case:

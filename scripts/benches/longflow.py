@@ -123,7 +123,7 @@ def answer_case(name: str, answer: Answer) -> Case:
       label, run = f"{each} at {length}", functools.partial(seconds, int(length))
       checked = functools.partial(logits, "auto") if label == subject else None
       contenders.append(Contender(label, run, checked))
-  weight_bytes = sum(x.nbytes for x in split(model)[1])
+  weight_bytes = model.weight_bytes()
   slot_bytes = _row_bytes(model, kvjax.Full(), total) // total
 
   def figures(seconds: dict[str, float]) -> dict[str, float]:
@@ -161,8 +161,7 @@ def _caches(model: Transformer, method: kvjax.Method, batch: int, capacity: int)
 
 def _row_bytes(model: Transformer, method: kvjax.Method, capacity: int) -> int:
   """Bytes of one row of the caches."""
-  leaves = jax.tree.leaves(_caches(model, method, 1, capacity))
-  return sum(x.size * x.dtype.itemsize for x in leaves)
+  return kvjax.plan_memory(model.spec(1, capacity), method).device
 
 
 def _batch(model: Transformer, method: kvjax.Method, capacity: int) -> int:
@@ -171,7 +170,7 @@ def _batch(model: Transformer, method: kvjax.Method, capacity: int) -> int:
     return 2
   # Beside its caches a row takes logits, and what comes of them.
   row = _row_bytes(model, method, capacity) + 12 * model.config.vocab
-  return int((MEMORY * limit - sum(x.nbytes for x in split(model)[1])) / row)
+  return int((MEMORY * limit - model.weight_bytes()) / row)
 
 
 def _answer_seconds(

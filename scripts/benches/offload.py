@@ -21,7 +21,7 @@ from kvjax.methods.ltri.evidence import LLAMA_3_8B_HEADS
 from kvjax.models.decode.generate import split
 from kvjax.models.io.presets import PRESETS
 from kvjax.ops import offload
-from kvjax.programs.suites import Case, Contender, clocked, fitting, jax_contender, together
+from kvjax.programs.suites import Case, Contender, clocked, fitting, jax_contender, named, together
 from kvjax.programs.suites.e2e import TINY, decoder, drawn
 
 STEPS = 16  # decode steps per dispatch
@@ -226,9 +226,9 @@ def stream(name: str, quick: bool) -> Case:
     return np.concatenate(found)
 
   ends, run = (lengths[0], lengths[-1]), functools.partial
-  ways = {f"chunk at {_named(n)}": run(timed_chunk, read, n, "") for n in lengths}
-  ways |= {f"chunk at {_named(n)}, ahead": run(timed_chunk, read_ahead, n, " ahead") for n in ends}
-  ways |= {f"token at {_named(n)}": run(timed, say, n, token, count, per=STEPS) for n in ends}
+  ways = {f"chunk at {named(n)}": run(timed_chunk, read, n, "") for n in lengths}
+  ways |= {f"chunk at {named(n)}, ahead": run(timed_chunk, read_ahead, n, " ahead") for n in ends}
+  ways |= {f"token at {named(n)}": run(timed, say, n, token, count, per=STEPS) for n in ends}
   subject = next(iter(ways))
   # The first one stands for all: the same two programs run at every length.
   checked = {subject: run(logits_of, (read, say))}
@@ -311,13 +311,13 @@ def whole(name: str, quick: bool) -> Case:
     taken = time.perf_counter() - start
     rates.append((seen - first) / taken)
     used.append(_in_use())
-    times[f"chunk to {_named(seen)}"] = taken * method.chunk / (seen - first)
+    times[f"chunk to {named(seen)}"] = taken * method.chunk / (seen - first)
     print(
       f"  {seen:,} tokens: {rates[-1]:,.0f} a second, {used[-1] / 2**30:.3f} GiB in use",
       flush=True,
     )
     if len(rates) == 1 or over():
-      times[f"token at {_named(seen)}"] = token_seconds()
+      times[f"token at {named(seen)}"] = token_seconds()
     if over():
       break
 
@@ -344,10 +344,6 @@ def whole(name: str, quick: bool) -> Case:
     subject=next(reversed([n for n in times if n.startswith("chunk")])),
     figures=figures,
   )
-
-
-def _named(tokens: int) -> str:
-  return f"{tokens >> 10}K" if tokens > 1024 else str(tokens)
 
 
 def _layers_that_fit(tokens: int) -> int:

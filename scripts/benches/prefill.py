@@ -18,7 +18,7 @@ from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import attention
 from kvjax.programs import suites
-from kvjax.programs.suites import Case, Contender, clocked, jax_contender, optional, together
+from kvjax.programs.suites import Case, Contender, clocked, jax_contender, named, optional, together
 from kvjax.programs.suites.e2e import decoder, hugging_face, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -31,17 +31,13 @@ FEWEST = kvjax.PSAW(kvjax.ETF())  # leaves out most; frozen tokens' keys and val
 def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   """Attention alone, a layer that hides most, then whole prompts."""
   for tokens in (96,) if quick else (8 << 10, 32 << 10, 128 << 10):
-    yield f"dense {_thousands(tokens)}", dense_case, tokens, quick, peers
+    yield f"dense {named(tokens)}", dense_case, tokens, quick, peers
   tokens, most = (96, 96) if quick else (32 << 10, 128 << 10)
   for method in (kvjax.PSAW(), FEWEST):
-    name = f"top layer of {_words(method)} {_thousands(tokens)}"
+    name = f"top layer of {_words(method)} {named(tokens)}"
     yield name, layer_case, method, tokens, quick
-  yield f"model {_thousands(tokens)}", model_case, tokens, quick
-  yield f"model {_thousands(most)} in one piece", long_case, most, quick, peers
-
-
-def _thousands(tokens: int) -> str:
-  return f"{tokens >> 10}K" if tokens % 1024 == 0 else str(tokens)
+  yield f"model {named(tokens)}", model_case, tokens, quick
+  yield f"model {named(most)} in one piece", long_case, most, quick, peers
 
 
 def _words(method: kvjax.Method) -> str:
@@ -273,7 +269,7 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
   return Case(
     name=name,
     shapes=_model_shapes(model, tokens) + "; kvjax is ETF + PSAW",
-    bytes=sum(x.nbytes for x in split(model)[1]),
+    bytes=model.weight_bytes(),
     reference=lambda: run["check"]()[1],
     tolerance=1e-4 if quick else 5e-2,
     contenders=[contender(name) for name in ways if name != "check"],
@@ -282,7 +278,7 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
 
 
 def _model_shapes(model: Transformer, tokens: int) -> str:
-  size = sum(x.nbytes for x in split(model)[1]) / 1e9
+  size = model.weight_bytes() / 1e9
   return f"{model.config.layers} layers, {size:.2f} GB of weights, {tokens} tokens"
 
 
@@ -321,7 +317,7 @@ def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
   return Case(
     name=name,
     shapes=_model_shapes(model, tokens) + f", budget {budget}; a second run of each is timed",
-    bytes=sum(x.nbytes for x in split(model)[1]),
+    bytes=model.weight_bytes(),
     reference=lambda: np.zeros(1),
     tolerance=0.0,
     contenders=(

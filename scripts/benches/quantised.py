@@ -15,7 +15,7 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.primitives.codes import WORDS, Codes, dequantise, quantise, rounded_query
 from kvjax.programs import suites
-from kvjax.programs.suites import Case, Contender, jax_contender, optional, sparse, together
+from kvjax.programs.suites import Case, Contender, jax_contender, named, optional, sparse, together
 from kvjax.programs.suites.decode import reference, rotated
 from kvjax.testing.decode_cases import Shape, by_name
 from scripts.benches import e2e_sparse
@@ -47,7 +47,7 @@ def _cases(sweeps: bool, quick: bool, peers: bool) -> Iterator[tuple]:
     yield "sweep " * sweep + f"int{bits} {shape.name}", case, shape, bits, quick, sweep
   lists = ((16, 64),) if quick else LISTS
   for bits, shape, (unit, budget) in itertools.product(BITS, shapes, lists):
-    tokens = f"{shape.slots >> 10}K" if shape.slots >= 1024 else str(shape.slots)
+    tokens = named(shape.slots)
     name = f"listed int{bits} B{shape.batch} T{tokens} page {unit} budget {budget}"
     yield name, listed_case, shape, bits, unit, budget, quick
   model, steps = ("tiny", ((2, 128),)) if quick else ("Llama-3.1-8B", STEPS)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
   from kvjax.models.io.tokenizer import Tokenizer
   from kvjax.models.nn.transformer import Transformer
 
-_USUAL = ("streaming_llm", "random", "art", "prr", "ltri", "cpe", "longflow")
+# Methods compared unless some are named: baselines, and the systems of the five papers.
+USUAL = ("streaming_llm", "random", "art", "prr", "ltri", "cpe", "longflow")
 
 
 def optional(metavar: str, text: str | None = None) -> Any:
@@ -303,11 +304,6 @@ def check_numbers(args: Any, **least: int) -> None:
       if value is not None and value < bound:
         option = name.replace("_", "-")
         raise ValueError(f"--{option}: found {value}, expected at least {bound}")
-
-
-def usual_methods() -> tuple[str, ...]:
-  """Methods compared unless some are named: baselines, and the systems of the five papers."""
-  return _USUAL
 
 
 def load_model(

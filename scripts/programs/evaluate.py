@@ -74,7 +74,7 @@ class Args:
 
   tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
   """Tasks or families of tasks; --list names them."""
-  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.usual_methods()
+  methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.USUAL
   """Registered methods, module:Class for your own, or "all". name:field=value,… sets further
   fields; if the value names a .tsv of gates or a .json of heads, the file is read. outer+inner is a
   method over another (quantised:bits=4+snapkv). The full cache always runs: the others are compared

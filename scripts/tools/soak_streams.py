@@ -32,14 +32,11 @@ from kvjax.methods import labels
 from kvjax.models.decode.generate import generate
 from kvjax.models.decode.streams import PromptStream
 from kvjax.models.io import convert
-from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives import host_memory
 from kvjax.programs import common, console
+from scripts.tools.soak import CONFIG as TINY
 
-TINY = ModelConfig(
-  vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=64, max_context=65536
-)
 # Layers of SmolLM2-135M, with random weights and few words.
 LARGE = dataclasses.replace(TINY, dim=576, heads=9, kv_heads=3, head_dim=64, ffn=1536)
 STEPS = 16  # tokens that are generated in the end

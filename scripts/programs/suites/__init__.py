@@ -88,6 +88,11 @@ def suite(declared: Callable[[bool, bool], Iterable[tuple]]) -> Callable[..., It
   return cases
 
 
+def named(tokens: int) -> str:
+  """A number of tokens, or of slots, as a case's name has it."""
+  return f"{tokens >> 10}K" if tokens >= 1024 else str(tokens)
+
+
 def clocked(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
   """Seconds of a call until its arrays are there, and what it returned."""
   began = time.perf_counter()

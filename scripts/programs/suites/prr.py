@@ -55,9 +55,9 @@ class Setting:
 
   @property
   def name(self) -> str:
-    length = f"{self.slots >> 10}K" if self.slots >= 1024 else self.slots
     under = "" if self.selector == "Quest" else f" {self.selector}"
-    return f"{self.model}{under} B{self.batch} T{length} {self.budget}x{self.page}"
+    sizes = f"B{self.batch} T{suites.named(self.slots)} {self.budget}x{self.page}"
+    return f"{self.model}{under} {sizes}"
 
   @property
   def base(self) -> Selective:

@@ -97,7 +97,7 @@ def link(name: str, quick: bool) -> Case:
     return clocked(jax.device_put, here, back)[0]
 
   fetch = jax.jit(lambda store, ids: offload.fetch(store, ids, copies, place, Env(1)))
-  want = np.asarray(new["k"], np.float32)
+  want = np.asarray(new["k"], np.float32).reshape(empty.shape)
 
   def figures(seconds: dict[str, float]) -> dict[str, float]:
     return {f"{n}, GB/s": count * of_block / s / 1e9 for n, s in seconds.items()}

@@ -251,6 +251,14 @@ def _few_programs(request):
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def loaded():
+  """The examples' random decoder and its tokenizer."""
+  from scripts.examples import tiny
+
+  return tiny.load()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> pathlib.Path:
   """The converted SmolLM2-135M-Instruct checkpoint, fetched and converted once per machine."""

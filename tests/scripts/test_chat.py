@@ -23,11 +23,6 @@ from tests import tiny_tokenizers
 ARGS = chat.Args(length=256, steps=6, budget=32)
 
 
-@pytest.fixture(scope="module")
-def loaded():
-  return tiny.load()
-
-
 @pytest.fixture
 def talk(loaded):
   return chat.Conversation(*loaded, ARGS)

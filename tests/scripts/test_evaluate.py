@@ -49,11 +49,6 @@ BOTH = ("--modes", "aware", "agnostic")
 SAMPLES = 3
 
 
-@pytest.fixture(scope="module")
-def loaded():
-  return tiny.load()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_steps():
   """A text's divergence is measured over a quarter of its usual tokens."""

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TEXTS = ["the cat sat on the mat", "a dog", "three birds flew away over the long grey wall"]
 
 
-@pytest.fixture(scope="module")
-def loaded():
-  return tiny.load()
-
-
 def adapter(loaded, method=None, **kwargs):
   from kvjax.programs.evals.harness import KVCacheLM
 

@@ -35,7 +35,6 @@ from kvjax.programs.clock import Clock
 from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row
-from scripts.examples import tiny as examples_tiny
 from scripts.studies import needle_recall, record, sharing_study
 
 # Its oracle is PyTorch's transformers, which no extra of this project installs.
@@ -90,19 +89,14 @@ def test_help_names_the_arguments(name, monkeypatch, capsys):
 # ---- the demo's comparison
 
 
-@pytest.fixture(scope="module")
-def tiny():
-  return examples_tiny.load()
-
-
 def tiny_row(tokenizer: Tokenizer) -> Row:
   count, most = Reader(tokenizer).count, demo.ANSWER_TOKENS
   return needle.build(count, length=LENGTH, draw=random.Random(0), max_new_tokens=most)
 
 
-def run_demo(tiny, *names):
+def run_demo(loaded, *names):
   """The results of the demo's comparison, as they come."""
-  return demo.contest(*tiny, tiny_row(tiny[1]), names, length=LENGTH, budget=BUDGET)
+  return demo.contest(*loaded, tiny_row(loaded[1]), names, length=LENGTH, budget=BUDGET)
 
 
 DEMO = "full", "snapkv", "quest", "art", "cpe"
@@ -117,9 +111,9 @@ def test_the_demo_compares_five():
 @pytest.mark.parametrize(
   "names", [pytest.param(FEW, id="few"), pytest.param(DEMO, marks=pytest.mark.slow, id="all")]
 )
-def test_demo_compares_methods_with_full(names, tiny, capsys):
+def test_demo_compares_methods_with_full(names, loaded, capsys):
   jax.clear_caches()  # nothing that is timed was compiled by an earlier case
-  results = demo.show(run_demo(tiny, *names))
+  results = demo.show(run_demo(loaded, *names))
   by_name = {r.name: r for r in results}
   full = by_name["full"]
   assert (full.top1, full.kl, full.share) == (1.0, 0.0, 1.0)
@@ -138,7 +132,7 @@ def test_demo_compares_methods_with_full(names, tiny, capsys):
   assert all(len(line) <= len(rule) for line in (head, *rows))
 
 
-def test_demo_prints_a_row_before_the_next_method_runs(tiny, monkeypatch, capsys):
+def test_demo_prints_a_row_before_the_next_method_runs(loaded, monkeypatch, capsys):
   began = []
 
   def run(self, name, *rest):
@@ -147,7 +141,7 @@ def test_demo_prints_a_row_before_the_next_method_runs(tiny, monkeypatch, capsys
 
   ran = demo.Contest.run
   monkeypatch.setattr(demo.Contest, "run", run)
-  demo.show(run_demo(tiny, "full", "snapkv"))
+  demo.show(run_demo(loaded, "full", "snapkv"))
   (full, before), (snapkv, between) = began
   assert (full, snapkv) == ("full", "snapkv")
   assert "once for full, snapkv" in before and before.splitlines()[-1].startswith("---")
@@ -156,9 +150,9 @@ def test_demo_prints_a_row_before_the_next_method_runs(tiny, monkeypatch, capsys
 
 
 @pytest.mark.slow
-def test_demo_reads_once_for_all(tiny, monkeypatch):
+def test_demo_reads_once_for_all(loaded, monkeypatch):
   """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
-  model, tokenizer = tiny
+  model, tokenizer = loaded
   names = ("full", "snapkv", "tova", "longflow")
   budget = BUDGET - 1  # compiled nowhere else
   methods = {name: kvjax.settings.usual(kvjax.METHODS[name], budget) for name in names}
@@ -172,10 +166,10 @@ def test_demo_reads_once_for_all(tiny, monkeypatch):
 
 
 @pytest.mark.slow
-def test_demo_shared_prefill_gives_what_its_own_gives(tiny):
+def test_demo_shared_prefill_gives_what_its_own_gives(loaded):
   """A member's continuation is the same as after a prefill of its own."""
-  *_, shared = run_demo(tiny, "full", "snapkv")
-  game = demo.Contest(*tiny, tiny_row(tiny[1]), LENGTH)
+  *_, shared = run_demo(loaded, "full", "snapkv")
+  game = demo.Contest(*loaded, tiny_row(loaded[1]), LENGTH)
   for name in ("full", "snapkv"):
     method = kvjax.settings.usual(kvjax.METHODS[name], BUDGET)
     own = game.run(name, method, game.read(method))
@@ -192,9 +186,9 @@ def test_demo_chooses_methods():
     demo.choose(("nonsense",))
 
 
-def test_the_demo_of_a_model_without_a_chat_template(tiny, monkeypatch, capsys):
+def test_the_demo_of_a_model_without_a_chat_template(loaded, monkeypatch, capsys):
   """It says that there is no chat, and asks for the needle in plain text."""
-  model, tokenizer = tiny
+  model, tokenizer = loaded
   monkeypatch.setattr(tokenizer, "chat_template", None)
   monkeypatch.setattr(demo.common, "load_model", lambda checkpoint: (model, tokenizer))
   asked = []
@@ -204,8 +198,8 @@ def test_the_demo_of_a_model_without_a_chat_template(tiny, monkeypatch, capsys):
   assert len(asked) == 1 and len(Reader(tokenizer).row(asked[0]).ids) <= LENGTH
 
 
-def test_chat_streams_an_answer(tiny, capsys):
-  demo.chat(*tiny, "Who are you?", steps=12, capacity=128)
+def test_chat_streams_an_answer(loaded, capsys):
+  demo.chat(*loaded, "Who are you?", steps=12, capacity=128)
   assert "(12 tokens" in capsys.readouterr().out
 
 
@@ -270,9 +264,9 @@ def test_programs_are_dropped_before_they_are_too_many(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_record_reports_what_attention_is_given(tiny, tmp_path):
+def test_record_reports_what_attention_is_given(loaded, tmp_path):
   """Attention over the recorded arrays, done by hand, is the layer's output."""
-  model, tokenizer = tiny
+  model, tokenizer = loaded
   T, layer = 40, 1
   args = record.Args(tmp_path / "x.npz", layers=(layer,), length=T, stride=7)
   arrays = record.record(model, tokenizer, "word " * T, args)
@@ -295,8 +289,8 @@ def test_record_reports_what_attention_is_given(tiny, tmp_path):
   np.testing.assert_allclose(out, attention, atol=5e-3)
 
 
-def test_record_refuses_bad_input(tiny, tmp_path):
-  model, tokenizer = tiny
+def test_record_refuses_bad_input(loaded, tmp_path):
+  model, tokenizer = loaded
   good = record.Args(tmp_path / "x.npz", layers=(0,), length=8)
   for change, message in (
     ({"layers": (2,)}, "--layers: found .2,., expected some of 0 to 1"),

@@ -52,7 +52,7 @@ import tyro
 
 from kvjax.kernels.common.devices import slug
 from kvjax.programs import bench_files, common, compare, installed
-from kvjax.programs.suites import Case, Contender, exhausted, too_large
+from kvjax.programs.suites import Case, exhausted, in_turn, too_large
 
 # Suites that `speed`, `cold` and `tune` need lie beside the programs; a checkout has the others.
 SUITES = installed.modules("kvjax.programs.suites", besides=("torch_decoder",))
@@ -199,15 +199,6 @@ def slower(mine: list[float], theirs: list[float]) -> list[float]:
   pairs = 100 * (np.asarray(mine) / np.asarray(theirs) - 1)
   draws = np.random.default_rng(0).choice(pairs, (2000, len(pairs)))
   return [np.median(pairs), *np.percentile(np.median(draws, 1), [2.5, 97.5])]
-
-
-def in_turn(contenders: list[Contender], repetitions: int) -> dict[str, list[float]]:
-  """Seconds of every contender, `repetitions` times each, in turn."""
-  times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-  for _ in range(repetitions):
-    for contender in contenders:
-      times[contender.name].append(contender.seconds())
-  return times
 
 
 def wide(times: dict[str, list[float]]) -> list[str]:

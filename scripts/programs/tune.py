@@ -38,7 +38,7 @@ from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.decode.dense import decode_with_output
 from kvjax.programs import common, shapes, suites
-from kvjax.programs.bench import environment, in_turn
+from kvjax.programs.bench import environment
 from kvjax.programs.suites import Contender, exhausted, jax_contender, prr
 from kvjax.programs.suites.decode import reference, rotation
 from kvjax.testing.decode_cases import BOUNDED, TUNED, Shape
@@ -187,7 +187,7 @@ class Sweep:
     right = {choice: made for choice, made in zip(new, built, strict=True) if made}
     for contender in right.values():
       contender.seconds()
-    taken = in_turn(list(right.values()), self._repetitions)
+    taken = suites.in_turn(list(right.values()), self._repetitions)
     self.times |= {choice: statistics.median(taken[str(choice)]) for choice in right}
 
   def ranking(self) -> list[Config]:

@@ -9,9 +9,6 @@ from typing import Any
 
 from kvjax.programs.evals import store
 
-# What decides a method's quality on one context: rows of these are compared with the full cache's.
-SHARED = ("task", "length", "mode", "index")
-
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -66,7 +63,7 @@ class Rows:
     rows = [row for row in rows if not tasks or row["task"] in tasks]
     if not rows:
       raise ValueError(f"{folder}: found no answers in the mode aware, expected some")
-    self._full = {_shared(row): row["score"] for row in rows if row["method"] == "full"}
+    self._full = {store.sample(row): row["score"] for row in rows if row["method"] == "full"}
     self.cells: dict[tuple[int, str, int | None], list[dict[str, Any]]]
     self.cells = collections.defaultdict(list)
     for row in rows:
@@ -87,10 +84,6 @@ class Rows:
       return None
     budget = min(mine, key=lambda x: abs(math.log((x or at) / at / share)))
     rows = self.cells[at, method, budget]
-    both = [self._full[_shared(row)] for row in rows if _shared(row) in self._full]
+    both = [self._full[one] for one in map(store.sample, rows) if one in self._full]
     full = sum(both) / len(both) if both else None
     return Kept(at, budget, tuple(row["score"] for row in rows), full)
-
-
-def _shared(row: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(row[name] for name in SHARED)

@@ -15,6 +15,7 @@ there were any are read and reported on, and not added to.
 import fcntl
 import gzip
 import json
+import operator
 import os
 import pathlib
 import re
@@ -31,7 +32,7 @@ ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
 TRACES = "traces.json"
 KEY = ("task", "length", "mode", "method", "budget", "index")
-SAMPLE = ("task", "length", "mode", "index")
+sample = operator.itemgetter("task", "length", "mode", "index")  # of a row: what is asked
 FREE = ("kvjax", "batch")  # settings in which folders that are reported on together may differ
 PRINTS = ("weights", "tokenizer")  # settings that older folders lack
 UNSAID = "not recorded"
@@ -120,9 +121,9 @@ class Store:
     """
     new = {}
     for row in rows:
-      sample = self._samples.setdefault(tuple(row[name] for name in SAMPLE), row)
+      asked = self._samples.setdefault(sample(row), row)
       known = self.rows.get(key(row)) or new.setdefault(key(row), row)
-      for name, other in (*((n, sample) for n in SHARED), *((n, known) for n in OWN)):
+      for name, other in (*((n, asked) for n in SHARED), *((n, known) for n in OWN)):
         one, before = row.get(name), other.get(name)
         if one != before and None not in (one, before):
           where = "{task} at {length} tokens, {mode}, {method}, row {index}".format_map(row)

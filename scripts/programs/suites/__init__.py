@@ -117,6 +117,15 @@ def together(makers: Iterable[Callable[[], Any]]) -> list[Any]:
     return [job.result() for job in [pool.submit(make) for make in makers]]
 
 
+def in_turn(contenders: Sequence[Contender], repetitions: int) -> dict[str, list[float]]:
+  """Seconds of every contender, `repetitions` times each, in turn."""
+  times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+  for _ in range(repetitions):
+    for contender in contenders:
+      times[contender.name].append(contender.seconds())
+  return times
+
+
 def fitting(label: str, make: Callable[..., Case], *arguments: Any) -> Iterator[Case]:
   """make(label, *arguments), or on the terminal that the device has too little memory for it."""
   try:

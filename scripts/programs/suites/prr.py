@@ -448,7 +448,7 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
   makers: dict[tuple[str, str], Callable[[], Contender]] = {}
 
   def add(name: str, ratio: str, make: Callable, run: Callable, turns: list[tuple]) -> None:
-    makers[name, ratio] = functools.partial(make, "", run, turns, calls=calls)
+    makers[name, ratio] = functools.partial(make, name + ratio, run, turns, calls=calls)
 
   add("select_us", "", jax_contender, functools.partial(select, base), plain)
   add("serial_us", "", stepping, functools.partial(step, base), plain)
@@ -459,15 +459,12 @@ def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
     whole = functools.partial(step, s.prr(ratio=ratio))
     add("prr_us", f"{ratio:g}", stepping, whole, turns)
   timed = dict(zip(makers, together(makers.values()), strict=True))
-  times: dict[tuple[str, str], list[float]] = {name: [] for name in timed}
-  for _ in range(repetitions + 1):  # the first is not counted
-    for name, contender in timed.items():
-      times[name].append(contender.seconds())
+  times = suites.in_turn(list(timed.values()), repetitions + 1)  # the first is not counted
   shape = {"unit": s.page, "best": base.tiles.best, "batch": s.batch, "slots": s.slots}
   entry: dict[str, Any] = {"shape": s.name, "bucket": {"selector": type(base).__name__, **shape}}
   entry["hits"] = {f"{ratio:g}": hits for ratio, hits in PROFILED_HITS.items()}
-  for (name, ratio), seconds in times.items():
-    us = round(float(np.median(seconds[1:])) * 1e6, 2)
+  for name, ratio in timed:
+    us = round(float(np.median(times[name + ratio][1:])) * 1e6, 2)
     if ratio:
       entry.setdefault(name, {})[ratio] = us
     else:

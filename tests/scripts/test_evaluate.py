@@ -871,21 +871,10 @@ def test_a_file_of_settings_that_changed_is_refused(loaded, tmp_path):
 # ---- metrics that are not installed
 
 
-class Blocked:
-  """An import system without some packages."""
-
-  def __init__(self, *names):
-    self.names = names
-
-  def find_spec(self, name, path=None, target=None):
-    if name.partition(".")[0] in self.names:
-      raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def without(monkeypatch, *names):
-  for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-    monkeypatch.delitem(sys.modules, name)
-  monkeypatch.setattr(sys, "meta_path", [Blocked(*names), *sys.meta_path])
+def without(monkeypatch, package):
+  """As if a package were not installed."""
+  for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+    monkeypatch.setitem(sys.modules, name, None)
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ class Failure(Exception):
 
 def originals(folder: pathlib.Path) -> None:
   """Whole files of every kind, and one outside of the folder that no reader may open."""
+  from kvjax.models.decode import caches
   from kvjax.models.io import convert
   from tests import tiny_gguf, tiny_hf
 
@@ -90,7 +91,7 @@ def originals(folder: pathlib.Path) -> None:
     if path.name != "layer_001.safetensors":
       path.unlink()
   shutil.copy(folder / TARGETS["checkpoint layer"], folder / "layer")
-  save_caches(folder / SAVED)
+  caches.save(folder / SAVED, *some_caches())
   # What JAX allocates once is not the file's doing.
   for kind in ("checkpoint layer", "orbax arrays", "saved arrays"):
     read(kind, folder)
@@ -293,12 +294,6 @@ def some_caches() -> tuple[Any, Any, Any, Any]:
   empty = np.zeros((2, 16), np.float32), method.init_caches(spec)
   drawn = jax.tree.map(lambda x: jax.numpy.asarray(rng.integers(0, 2**15, x.shape), x.dtype), empty)
   return *drawn, method, spec
-
-
-def save_caches(path: pathlib.Path) -> None:
-  from kvjax.models.decode import caches
-
-  caches.save(path, *some_caches())
 
 
 def restore_caches(path: pathlib.Path) -> None:

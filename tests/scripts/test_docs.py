@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import pathlib
 import re
 import sys
 
@@ -14,8 +13,8 @@ from kvjax.methods import labels
 from kvjax.programs import commands
 from scripts.studies.beside_kvpress import PAIRS
 from scripts.tools import reference
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
   *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "MOVING.md", "kvjax/methods/README.md"),
   *("kvjax/README.md", "models/README.md", "models/decode/README.md", "pallas_kernels/README.md"),

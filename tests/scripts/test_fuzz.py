@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import pathlib
 import random
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
 from kvjax.testing.tiny import CONFIG
 from scripts.tools import fuzz
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 # What may come in place of a number, a name or a method.

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
@@ -17,8 +16,8 @@ from kvjax.models.io import convert
 from kvjax.programs.evals import store
 from scripts.examples import tiny
 from tests import tiny_gguf
+from tests.processes import ROOT, port
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 # A shell starts what runs in its background deaf to Ctrl-C, and so are the children of that.
 HEED = """
 import os, signal, sys
@@ -125,14 +124,13 @@ def test_serve(tmp_path, number):
   pytest.importorskip("uvicorn")
   source = tiny.huggingface_folder(tmp_path / "source")
   folder = convert.convert(source, tmp_path / "tiny", progress=False)
-  with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-  command = ["-m", "kvjax.programs.serve", "--checkpoint", str(folder), "--port", str(port)]
+  free = port()
+  command = ["-m", "kvjax.programs.serve", "--checkpoint", str(folder), "--port", str(free)]
   asked = json.dumps({"prompt": "a", "stream": True, "max_tokens": 500, "n": 16, "seed": 1})
   links, said = [], []
 
   def answers():
-    links.append(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+    links.append(http.client.HTTPConnection("127.0.0.1", free, timeout=60))
     with contextlib.suppress(ConnectionError):
       links[-1].request("POST", "/v1/completions", asked, {"content-type": "application/json"})
       said.append(links[-1].getresponse())
@@ -141,6 +139,6 @@ def test_serve(tmp_path, number):
   stop(command, number, answers, status=0)
   assert b"the server was stopped before" in said[0].read()
   with pytest.raises(ConnectionError):
-    socket.create_connection(("127.0.0.1", port))
+    socket.create_connection(("127.0.0.1", free))
   for link in links:
     link.close()

@@ -12,8 +12,8 @@ from kvjax.programs.evals.prompt import Prompt, Reader
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.task import Row
 from scripts.examples import tiny
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("kvjax", "models", "pallas_kernels", "scripts")
 # Modules whose files run code when they are read, functions that read such files, and arguments
 # that say so: wherever they stand but for "a pickle", also as a text that is imported.

@@ -3,7 +3,6 @@
 import functools
 import gzip
 import json
-import pathlib
 import statistics
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 import kvjax
 from kvjax.methods import labels
 from kvjax.programs.evals import advice, choices
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
 REAL = ROOT / "scripts/results/nvidia-h200/real"
 SPEC = kvjax.CacheSpec(batch=1, layers=4, kv_heads=2, groups=2, head_dim=64, capacity=4096)
 

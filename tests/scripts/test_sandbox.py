@@ -1,6 +1,5 @@
 """Programs that a model wrote: what they cannot do, and that only right values pass."""
 
-import contextlib
 import os
 import pathlib
 import shutil
@@ -201,18 +200,12 @@ def test_a_program_cannot(spaces, tmp_path, what):
   precious.write_text("kept")
   precious.chmod(0o666)
   folder = sandbox._SIDE.parent  # what is read from there is not written to
-  with socket_of_ours() as port:
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
     facts = f"PATHS, PORT, PID = {[str(precious), str(folder)]!r}, {port}, {os.getpid()}\n"
     assert passes(facts + SAFE[what])
   assert precious.read_text() == "kept" and [*tmp_path.iterdir()] == [precious]
   assert precious.stat().st_mode & 0o777 == 0o666
-
-
-@contextlib.contextmanager
-def socket_of_ours():
-  """A port of this machine that takes connections."""
-  with socket.create_server(("127.0.0.1", 0)) as server:
-    yield server.getsockname()[1]
 
 
 @pytest.mark.slow

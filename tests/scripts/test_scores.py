@@ -1,6 +1,5 @@
 """Every scorer on answers that the published code has scored, and formulas worked by hand."""
 
-import functools
 import json
 import pathlib
 import random
@@ -65,19 +64,14 @@ def test_every_published_score_has_pairs():
   assert {pair["score"] for pair in GOLDEN["pairs"]} == set(NAMED)
 
 
-@functools.cache
-def _rouge():
-  return pytest.importorskip("rouge").Rouge()
-
-
 def test_rouge_is_that_of_the_package():
   """Of random texts with blank parts, and words in ties."""
-  draw = random.Random(0)
+  rouge, draw = pytest.importorskip("rouge").Rouge(), random.Random(0)
   pieces = ["a ", "b ", "c ", "d ", ". ", ".", "e\n"]
   for _ in range(300):
     answer, reference = ("".join(draw.choices(pieces, k=draw.randrange(20))) for _ in range(2))
     try:
-      expected = _rouge().get_scores([answer], [reference], avg=True)["rouge-l"]["f"]
+      expected = rouge.get_scores([answer], [reference], avg=True)["rouge-l"]["f"]
     except ValueError:  # a side has no sentence
       expected = 0.0
     assert overlap.rouge_l(answer, reference) == expected

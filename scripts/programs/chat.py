@@ -22,7 +22,7 @@ import io
 import pathlib
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -38,31 +38,16 @@ from kvjax.runtime import memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(common.Answering):
   """The method that the conversation begins under, and how answers are drawn."""
 
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
   """A method (/methods lists them), with settings: snapkv:window_size=16, quantised:bits=4+snapkv,
   module:Class."""
-  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
-  """Tokens that the method keeps or reads per step, where it has such a setting."""
   length: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096
   """Maximum tokens of the whole conversation."""
   steps: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 256
   """Maximum tokens of an answer."""
-  temperature: float = 0.0
-  """0 takes the likeliest token; higher values draw more freely."""
-  top_p: float = 1.0
-  """Draw from the fewest likeliest tokens whose probabilities sum to this."""
-  seed: int = 0
-  """Random seed of the draws."""
-  system: Annotated[str | None, common.optional("TEXT")] = None
-  """System message of the chat."""
-  template_args: Annotated[str | None, common.optional("JSON")] = None
-  """Further arguments of the chat template: '{"enable_thinking": false}', tools, documents."""
-  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
-  """Implementation of the method's operations."""
-  checkpoint: common.Checkpoint = None
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
@@ -58,6 +58,36 @@ Checkpoint = Annotated[
     "SmolLM2-135M-Instruct by default.",
   ),
 ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+  """The model that a program decodes with, and the method that it does so under."""
+
+  checkpoint: Checkpoint = None
+  method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
+  """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
+  quantised:bits=4+snapkv, module:Class."""
+  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
+  """Tokens that the method keeps or reads per step, where it has such a setting."""
+  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  """Implementation of the method's operations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answering(Decoding):
+  """How answers are drawn, and what a chat is told beforehand."""
+
+  temperature: float = 0.0
+  """0 takes the likeliest token; higher values draw more freely."""
+  top_p: float = 1.0
+  """Draw from the fewest likeliest tokens whose probabilities sum to this."""
+  seed: int = 0
+  """Random seed of the draws."""
+  system: Annotated[str | None, optional("TEXT")] = None
+  """System message of the chat."""
+  template_args: Annotated[str | None, optional("JSON")] = None
+  """Further arguments of the chat template: '{"enable_thinking": false}', tools, documents."""
 
 
 @dataclasses.dataclass(frozen=True)

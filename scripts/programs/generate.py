@@ -22,7 +22,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -40,7 +40,7 @@ from kvjax.runtime import memory, processes
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(common.Answering):
   """The prompt, the method, and how tokens are drawn."""
 
   prompt: Annotated[str | None, tyro.conf.Positional, common.optional("PROMPT")] = None
@@ -49,25 +49,14 @@ class Args:
   """A file of prompts to answer, one per line."""
   rows: int = 8
   """Number of prompts of a file that are answered together."""
-  method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
-  """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
-  quantised:bits=4+snapkv, module:Class."""
-  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
-  """Tokens that the method keeps or reads per step, where it has such a setting."""
   context_file: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """A text in UTF-8 of any length to put before the prompt."""
   steps: int = 256
   """Maximum number of tokens to generate."""
-  temperature: float = 0.0
-  """0 takes the likeliest token; higher values draw more freely."""
   top_k: Annotated[int | None, common.optional("TOKENS")] = None
   """Draw from this many of the likeliest tokens only; all by default."""
-  top_p: float = 1.0
-  """Draw from the fewest likeliest tokens whose probabilities sum to this."""
   min_p: float = 0.0
   """Draw from tokens at least this many times as probable as the likeliest one."""
-  seed: int = 0
-  """Random seed of the draws."""
   stop: Annotated[tuple[str, ...], common.optional("TEXT ...")] = ()
   """Strings that end the text; they are not printed."""
   json: bool = False
@@ -80,13 +69,6 @@ class Args:
   command goes on from there."""
   raw: bool = False
   """Continue the prompt as it is, without the chat template."""
-  system: Annotated[str | None, common.optional("TEXT")] = None
-  """System message of the chat."""
-  template_args: Annotated[str | None, common.optional("JSON")] = None
-  """Further arguments of the chat template: '{"enable_thinking": false}', tools, documents."""
-  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
-  """Implementation of the method's operations."""
-  checkpoint: common.Checkpoint = None
   devices: tyro.conf.OmitArgPrefixes[common.Devices] = dataclasses.field(
     default_factory=common.Devices
   )

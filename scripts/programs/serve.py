@@ -20,7 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 import uvicorn
@@ -49,15 +49,9 @@ GRACE_SECONDS = 5  # for which a server that is stopped waits for its requests
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(common.Decoding):
   """The model, the method, and the limits of requests."""
 
-  checkpoint: common.Checkpoint = None
-  method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
-  """A method (`kvjax methods` lists them), with settings: snapkv:window_size=16,
-  quantised:bits=4+snapkv, module:Class."""
-  budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
-  """Tokens that the method keeps or reads per step, where it has such a setting."""
   rows: int = 8
   """Number of answers decoded together."""
   capacity: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096
@@ -80,8 +74,6 @@ class Args:
   """Address to listen on; the default accepts connections from this machine only."""
   port: int = 8000
   """Port to listen on."""
-  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
-  """Implementation of the method's operations."""
 
 
 class Service:

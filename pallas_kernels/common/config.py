@@ -153,11 +153,12 @@ def streaming(
 
   As many times the multiprocessors as leave few of them idle in the last wave: rows of one length
   get equal numbers of pieces, `split_k.piece`. For that no piece gets fewer than a dozen tiles: to
-  join them takes longer. A program's products fit the registers of four warps. Where keys are few and each has one query,
-  two programs share a multiprocessor at least: one alone waits for its tiles. Many short rows are
-  a program each, whatever their lengths: among them a program looks for its piece longer than it
-  reads the longest. Wide heads take smaller tiles and a stage more, and where there is much to
-  read two programs a multiprocessor: one that holds large tiles has fewer bytes on their way.
+  join them takes longer. A program's products fit the registers of four warps. Where keys are few
+  and each has one query, two programs share a multiprocessor at least: one alone waits for its
+  tiles. Many short rows are a program each, whatever their lengths: among them a program looks for
+  its piece longer than it reads the longest. Wide heads take smaller tiles and a stage more, and
+  where there is much to read two programs a multiprocessor: one that holds large tiles has fewer
+  bytes on their way.
   """
   columns = max(16, 1 << _log2(head_dim))
   per_slot = 2 * columns * itemsize

@@ -96,7 +96,7 @@ def main(args: Args) -> None:
     if (value := getattr(args, name)) is not None and not value > 0:
       raise ValueError(f"--{name}: found {value}, expected more than 0")
   config = shapes.shape(args.model)
-  case = Case(config, args.length, args.batch, device(args), spread(args, config))
+  case = Case(config, args.length, args.batch, device(args), spread(args, config), args.hosts)
   full = Advice(case, "full", None, kvjax.Full())
   if not args.json:
     print(beginning(args.model, case, full), flush=True)

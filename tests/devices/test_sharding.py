@@ -191,20 +191,16 @@ def test_stores_are_split_by_heads(mesh, tmp_path):
 def test_places_of_stores(monkeypatch):
   """In the host's memory where that lies apart, by heads; not of several processes."""
   monkeypatch.setattr(offload, "on_host", lambda: True)
-  method, mesh, spec = (
-    kvjax.settings.example(METHODS["infllm"], BUDGET),
-    mesh_of(2),
-    model().spec(2, 64),
-  )
+  method = kvjax.settings.example(METHODS["infllm"], BUDGET)
+  mesh, spec = mesh_of(2), model().spec(2, CAPACITY)
   shapes = jax.eval_shape(lambda: method.init_caches(spec))
   where = sharding.placement(method, spec, mesh, shapes)
   stores = {id(x) for x in offload.hosted(shapes)}
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     assert (to.memory_kind == "pinned_host") == (id(x) in stores)
     assert id(x) not in stores or to.shard_shape(x.shape)[1] == x.shape[1] // 2
-  monkeypatch.setitem(vars(mesh), "is_multi_process", True)
-  with pytest.raises(NotImplementedError, match="devices of several processes for InfLLM"):
-    sharding.placement(method, spec, mesh, shapes)
+  with pytest.raises(NotImplementedError, match="devices of 2 processes for InfLLM"):
+    sharding.check_stores(method, len(stores), 2)
 
 
 @pytest.mark.skipif(not GPU, reason="float32 on a CPU; in 16 bits prompts are cuDNN's")

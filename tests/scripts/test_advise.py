@@ -433,7 +433,7 @@ SAID = [
     "Not split over these devices: snapkv (--json says why).",
   ),
   (
-    {**LARGE, "devices": 8, "methods": ("infllm",)},
+    {**LARGE, "devices": 4, "hosts": 2, "methods": ("infllm",)},
     "every layer has two, come on top. Not split over these devices: infllm (--json says why).",
   ),
 ]

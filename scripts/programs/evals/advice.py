@@ -37,6 +37,7 @@ class Case:
   batch: int
   here: Device
   mesh: AbstractMesh | None = None
+  hosts: int = 1
 
   def __post_init__(self):
     if self.mesh is not None:
@@ -102,7 +103,7 @@ class Advice:
     moved = step_bytes(case.config, self.method, case.batch, case.length)
     if case.mesh is None:
       return moved
-    sizes = ("tokens", "scanned", "spared", "others")
+    sizes = ("tokens", "scanned", "spared", "others", "host")
     shares = [{name: getattr(x, name) / case.mesh.size for name in sizes} for x in moved.layers]
     layers = [dataclasses.replace(x, **each) for x, each in zip(moved.layers, shares, strict=True)]
     weights = step_bytes(case.part, kvjax.Full(), case.batch, case.length).weights
@@ -112,7 +113,8 @@ class Advice:
   def refused(self) -> str:
     """The reason for which the method does not run on such devices; empty where it does."""
     try:
-      _ = self.case.mesh and self.caches
+      if self.case.mesh is not None:
+        sharding.check_stores(self.method, self.caches.host, self.case.hosts)
     except (ValueError, NotImplementedError) as error:
       return str(error)
     return ""

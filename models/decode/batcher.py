@@ -22,7 +22,8 @@ from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.generate import GREEDY, Device, Step
+from kvjax.models.decode.device import Device, Step
+from kvjax.models.decode.generate import GREEDY
 from kvjax.models.decode.prefill import empty, read_prompt, widths
 from kvjax.models.decode.requests import AHEAD, Answer, End, Reading, Request
 from kvjax.models.decode.rows import check_alike
@@ -387,7 +388,7 @@ class Batcher:
 
   def _read(self, step: Step, holders: list[Request]) -> None:
     """Gives a step's tokens to the requests that it was dispatched with."""
-    tokens, logprobs = self._device.fetch(step)
+    (tokens,), logprobs = self._device.fetch(step)
     for request in holders:
       if request.over:
         continue
@@ -401,7 +402,7 @@ class Batcher:
         found = f"request {request.number}: found logits that are NaN or infinite"
         self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
       else:
-        logprob = None if logprobs is None else float(logprobs[request.row])
+        logprob = None if logprobs is None else float(logprobs[0, request.row])
         if (end := request.feed(token, logprob)) is not None:
           self._end(request, end)
 

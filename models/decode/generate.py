@@ -1,41 +1,24 @@
-"""The decode loop: one jitted step at a time, the next under way while the host reads the last.
-
-A step is dispatched in a third of a millisecond and its launches are queued on the device, so the
-device does not wait while the host reads earlier tokens. A loop on the device would need a
-predicate, for which the host has to wait at every step, or a fixed trip count with idle steps; the
-dispatch that it saves per token takes no extra time.
-"""
+"""The decode loop: one call of the device after another, while the host reads earlier tokens."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
-from kvjax.models.decode import background, by_layer, checks
-from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode import checks
+from kvjax.models.decode.device import Device, Step
 from kvjax.models.decode.prefill import joined, pad, prefill
-from kvjax.models.decode.rows import put
-from kvjax.models.decode.sampling import Knobs, Sampling
-from kvjax.models.decode.step import (
-  UNSOUND,
-  Always,
-  decode,
-  decode_by_layer,
-  decode_checked,
-  ends,
-)
+from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.step import UNSOUND, Always, ends
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat
@@ -185,12 +168,14 @@ def generate(
   host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
   ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
   under_way: collections.deque[Step] = collections.deque()
-  used = _Pieces()
+  used, left, count = _Pieces(), steps, 1
+  most = 1 if return_logits or stop_strings or chunk == 1 else device.most
 
-  for _ in range(steps):
+  while left:
     if return_logits:
       used.add(device.logits)
-    under_way.append(device.step())
+    under_way.append(device.step(min(count, left)))
+    left, count = left - under_way[-1].steps, min(2 * count, most)
     if len(under_way) > ahead:
       device.end(_read(device, host, under_way.popleft(), seen))
       if not host.live.any():
@@ -253,129 +238,16 @@ def _check_tokenizer(tokenizer: Any, needed: bool) -> None:
 def _read(
   device: Device, host: _Host, step: Step, seen: Int[np.ndarray, " B"]
 ) -> Bool[np.ndarray, " B"]:
-  """Waits for a step; returns the rows that a stop string ends with it."""
-  tokens, logprobs = device.fetch(step)
-  if (ill := host.live & (tokens == UNSOUND)).any():
-    row, count = int(ill.argmax()), host.count + 1
-    place = f"step {count}, after {seen[row] + count} tokens"
-    raise checks.unsound("generate", row, place, device.model, device.caches)
-  return host.read(tokens, logprobs)
-
-
-class Step(NamedTuple):
-  """A step's results: an error or None, tokens int32 [B], log-probabilities [B].
-
-  A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
-  """
-
-  error: Any
-  tokens: Array
-  logprobs: Array | None
-
-
-class Device:
-  """Decoding as the device sees it: steps are dispatched, and waited for where they are fetched.
-
-  Attributes:
-    model: the decoder.
-    logits: float32 [B, V], what the next token is chosen from.
-    caches: of the newest step that was dispatched.
-  """
-
-  def __init__(
-    self,
-    model: Transformer,
-    kind: tuple[Method, bool, bool],
-    logits: Any,
-    caches: Caches,
-    live: np.ndarray,
-    always: Always,
-    forced: np.ndarray | None,
-  ):
-    by_layer.bound_programs()
-    self.model = model
-    mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
-    # Laid out as what steps return, or else the second one would be compiled anew.
-    where = self.logits.sharding if self.logits.committed else None
-    where = where if mesh is None else NamedSharding(mesh, PartitionSpec())
-    self._put = functools.partial(jax.device_put, device=where)
-    self._explained = checks.explained("generate", model, caches, kind[0])
-    self.caches, self.logits = caches, self._put(self.logits)
-    self._live, self._always = self._put(live), self._put(always)
-    free = self._put(np.full(len(live), -1, np.int32))
-    self._wanted = itertools.repeat(free) if forced is None else map(self._put, forced.T)
-    self._by_layer = by_layer.decodes(model, kind[0])
-    if self._by_layer:
-      self._run: functools.partial[Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
-    else:
-      form, leaves = flat.split(model)
-      step = decode_checked if model.env.check_nan else decode
-      self._run = functools.partial(flat.jitted(step, 4, mesh), form, *kind, leaves)
-    self._checked = model.env.check_nan
-
-  def compile_ahead(self) -> None:
-    """Begins to compile the step in a thread; the first one that is dispatched waits for it.
-
-    Nothing where its layers are programs of their own, nor in several processes, whose compilers
-    talk to each other.
-    """
-    if self._by_layer or jax.process_count() > 1:
-      return
-    told = self.caches, self.logits, self._live, next(self._wanted), self._always
-    background.begin(self._run.func, self._run.args[:-1], self._run.args[-1], told)
-
-  def step(self) -> Step:
-    """Dispatches a step."""
-    background.wait()
-    arrays = self.caches, self.logits, self._live, next(self._wanted), self._always
-    with self._explained():
-      made = self._run(*arrays)
-    error, made = made if self._checked else (None, made)
-    self.caches, self.logits, self._live, *made = made
-    for x in jax.tree.leaves((error, made)):
-      x.copy_to_host_async()
-    return Step(error, *made)
-
-  def fetch(self, step: Step) -> tuple[np.ndarray, np.ndarray | None]:
-    """Waits for a step: tokens int32 [B] and their log-probabilities, or None."""
-    with self._explained():
-      checks.throw(step.error)
-      tokens = np.asarray(step.tokens)
-    return tokens, None if step.logprobs is None else np.asarray(step.logprobs)
-
-  def end(self, rows: Bool[np.ndarray, " B"]) -> None:
-    """No step that is dispatched from now on touches these rows."""
-    if rows.any():
-      self._live &= self._put(~rows)
-
-  def enter(
-    self,
-    row: int,
-    logits: Float[Array, "n V"],
-    caches: Caches,
-    source: int,
-    number: int,
-    stop: Int[np.ndarray, " E"],
-    knobs: Knobs,
-  ) -> None:
-    """From the next step on a row is the row `source` of another batch, under its number.
-
-    Only where `Always` has stops [B, E] and knobs [B] of each row. Nothing is checked.
-    """
-    at, of = np.array([row], np.int32), np.array([source], np.int32)
-    self.caches = put(self.caches, at, caches, of)
-    always, seed = self._always._replace(seed=None), self._always.seed
-    held = self.logits, self._live, always
-    new = np.bool_(True), Always(stop, np.int32(number), knobs, None)
-    self.logits, self._live, always = _entered(held, at, logits, of, new)
-    self._always = always._replace(seed=seed)
-
-
-@flat.own
-@functools.partial(jax.jit, donate_argnums=0)
-def _entered(held: Any, row: Int[Array, " 1"], logits: Any, source: Any, new: Any) -> Any:
-  """The device's logits, live rows and what steps know of rows, with those of a new one."""
-  return jax.tree.map(lambda x, y: x.at[row].set(y), held, (logits[source], *new))
+  """Waits for a call's steps; returns the rows that a stop string ends with them."""
+  found, (every, told) = np.zeros_like(host.live), device.fetch(step)
+  for i, tokens in enumerate(every):
+    if (ill := host.live & (tokens == UNSOUND)).any():
+      row, count = int(ill.argmax()), host.count + 1
+      place = f"step {count}, after {seen[row] + count} tokens"
+      raise checks.unsound("generate", row, place, device.model, device.caches)
+    if host.live.any():
+      found |= host.read(tokens, None if told is None else told[i])
+  return found
 
 
 class _Host:

@@ -1,4 +1,4 @@
-"""One step of the decode loop, as it is compiled: a token is chosen and predicts the next."""
+"""Steps of the decode loop, as they are compiled: a token is chosen and predicts the next."""
 
 from __future__ import annotations
 
@@ -60,6 +60,47 @@ def decode(
   token = _chosen(greedy, logits, caches[0].seen, want, always)
   new, caches = model.decode(token, caches, method, live)
   return offload.settled(caches), *_taken(keep_logprobs, logits, live, token, want, new, always)
+
+
+def decode_some(
+  form: flat.Form,
+  method: Method,
+  greedy: bool,
+  keep_logprobs: bool,
+  leaves: list[Array],
+  caches: Caches,
+  logits: Float[Array, "B V"],
+  live: Bool[Array, " B"],
+  want: Int[Array, "N B"],
+  always: Always,
+  count: Int[Array, ""],
+) -> Any:
+  """The first `count` of N times `decode`, in a loop that ends where no row is live.
+
+  Returns:
+    As `decode`, with tokens [N, B] and log-probabilities [N, B]: −1 and 0 where no step was.
+  """
+  model = flat.join(form, leaves)
+  tokens = jnp.full_like(want, -1)
+  logprobs = jnp.zeros(want.shape, jnp.float32) if keep_logprobs else None
+
+  def goes_on(held: Any) -> Array:
+    i, _, _, live, *_ = held
+    return (i < count) & live.any()
+
+  def step(held: Any) -> Any:
+    i, caches, logits, live, tokens, logprobs = held
+    token = _chosen(greedy, logits, caches[0].seen, want[i], always)
+    new, caches = model.decode(token, caches, method, live)
+    taken = _taken(keep_logprobs, logits, live, token, want[i], new, always)
+    logits, live, token, logprob = taken
+    tokens = tokens.at[i].set(token)
+    logprobs = None if logprobs is None else logprobs.at[i].set(logprob)
+    return i + 1, offload.loose(caches), logits, live, tokens, logprobs
+
+  held = jnp.int32(0), offload.loose(caches), logits, live, tokens, logprobs
+  _, caches, *made = jax.lax.while_loop(goes_on, step, held)
+  return offload.settled(caches), *made
 
 
 def decode_checked(

@@ -9,7 +9,8 @@ from kvjax.models.decode import batcher as batching
 from kvjax.models.decode import checks
 from kvjax.models.decode import prefill as reading
 from kvjax.models.decode.batcher import Batcher
-from kvjax.models.decode.generate import Device, generate, prefill
+from kvjax.models.decode.device import Device
+from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.testing.tiny import CONFIG, model
 from scripts.examples.tiny import byte_tokenizer

@@ -211,9 +211,10 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
   told = []
   step, read = loop.Device.step, loop._Host.read
 
-  def dispatched(self):
+  def dispatched(self, count):
+    assert count == 1
     told.append("step")
-    return step(self)
+    return step(self, count)
 
   def looked_at(self, *made):
     told.append("read")
@@ -230,6 +231,34 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
   told.clear()
   run(steps=6)
   assert told == ["step"] * 6 + ["read"] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.rest
+@pytest.mark.parametrize(
+  ("how", "counts"),
+  [
+    ({"return_logprobs": True}, [1, 2, 4, 8, 6]),
+    ({"sampling": Sampling(temperature=1.0), "seed": 3, "live": [True, False]}, [1, 2, 4, 8, 6]),
+    ({"forced": np.arange(42).reshape(2, 21) % 9 - 1}, [1, 2, 4, 8, 6]),
+    ({"stop": [*range(20), 33]}, None),
+    ({"return_logits": True}, [1] * 21),
+    ({"chunk": 1, "on_chunk": lambda _: None}, [1] * 21),
+  ],
+)
+def test_some_steps_a_call_are_those_steps(monkeypatch, how, counts):
+  """Of a method that streams, as on a GPU: a loop on the device, beside programs of a layer."""
+  method, made = kvjax.settings.example(kvjax.InfLLM, 16), []
+  want, theirs = run(method, steps=21, **how)
+  monkeypatch.setattr(by_layer, "decodes", lambda *_: False)
+  step = loop.Device.step
+  monkeypatch.setattr(loop.Device, "step", lambda self, n: made.append(n) or step(self, n))
+  out, mine = run(method, steps=21, **how)
+  np.testing.assert_array_equal(out.tokens, want.tokens)
+  chex.assert_trees_all_close((out.logprobs, out.logits), (want.logprobs, want.logits), atol=2e-4)
+  chex.assert_trees_all_close((mine, out.last), (theirs, want.last), atol=2e-4)
+  assert made == (counts or made)
+  assert counts is not None or 2 < out.lengths.max() < 21
 
 
 def test_forced_tokens():

@@ -8,6 +8,7 @@ selects, shares or stops on their activations. Each measured method is a line of
 methods that are already in the folder are not measured again:
 
     us            a greedy step of the whole batch, STEPS steps per dispatch; its quartiles; all
+    called_us     the same as `generate` takes it (--called): the least of CALLS calls
     cache_bytes   of the caches on the device, host_bytes on the host
     read_bytes    bytes that a step moves at most, weights and caches
     expected_us   the time that `advise` expects for a step, at this device's bandwidth
@@ -40,7 +41,7 @@ import tyro
 
 import kvjax
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.decode.generate import generate, join, pad, prefill, split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import bench_files, common, console, step_time
@@ -53,6 +54,7 @@ FILE = "speed.jsonl"
 KEY = ("method", "budget", "length", "batch")
 STEPS = 16  # of a dispatch
 TIMES = 10  # dispatches of a measurement
+CALLS = 3  # of `generate`, of 2 · STEPS tokens each, after one that compiles
 ROUNDS = 3  # measurements at most, where quartiles are wide
 TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle otherwise
 
@@ -74,6 +76,8 @@ class Args:
   """Rows that are decoded together."""
   impl: str = "auto"
   """Implementation of the methods' operations."""
+  called: bool = False
+  """Also time `generate`; its program is compiled besides."""
   seed: int = 0
   """Draws the texts."""
   checkpoint: common.Checkpoint = None
@@ -96,9 +100,18 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 class Bench:
   """Prompts of one length and batch, and a model that reads them."""
 
-  def __init__(self, model: Transformer, prompts: Sequence[list[int]], length: int, impl: str):
-    self.model, self.length, self.impl = model, length, impl
-    self.tokens, self.lengths = pad(prompts, multiple=length)
+  def __init__(
+    self,
+    model: Transformer,
+    prompts: Sequence[list[int]],
+    length: int,
+    impl: str,
+    called: bool = False,
+  ):
+    self.model, self.length, self.impl, self.called = model, length, impl, called
+    self.tokens, lengths = pad(prompts, multiple=length)
+    room = called * (1 + 2 * (1 + CALLS)) * STEPS  # for what comes, where every token is kept
+    self.lengths = np.minimum(lengths, length - room)
     self.graph, self.leaves = split(model)
 
   @property
@@ -123,6 +136,8 @@ class Bench:
       "expected_us": round(expected * 1e6, 1),
       **self._compared(method, token, caches),
     }
+    if self.called and row["error"] <= TOLERANCE:
+      row["called_us"], caches = _called(self.model, method, logits, caches)
     run = stepping(self.graph, method, self.impl, STEPS)
     program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
     plan = program.memory_analysis()
@@ -178,6 +193,19 @@ def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[
   }
 
 
+def _called(
+  model: Transformer, method: kvjax.Method, logits: jax.Array, caches: Caches
+) -> tuple[float, Caches]:
+  """Microseconds of a token of all rows, as `generate` takes them, and the caches after them."""
+  out, caches = generate(model, logits, caches, method, steps=2 * STEPS)
+  seconds = []
+  for _ in range(CALLS):
+    began = time.perf_counter()
+    out, caches = generate(model, out.last, caches, method, steps=2 * STEPS)
+    seconds.append(time.perf_counter() - began)
+  return round(min(seconds) / (2 * STEPS) * 1e6, 2), caches
+
+
 def lines(args: Args) -> Iterator[dict[str, Any]]:
   """A line for everything that the folder does not have."""
   labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
@@ -192,7 +220,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
       raise ValueError(cell)
     prompts = [prompt.ids for prompt in cell.prompts]
     for batch in args.batches:
-      bench = Bench(model, prompts[:batch], length, args.impl)
+      bench = Bench(model, prompts[:batch], length, args.impl, args.called)
       for entry in entries[length]:
         named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
         if key(named) in have:

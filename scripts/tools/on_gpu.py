@@ -197,12 +197,20 @@ NEEDLES = "--heads {out}/real_heads.json --checkpoint {checkpoint}"
 LONG = "--length 131072 --init 128 --window 4096 --block 128 --retrieved 16 --chunk 512"
 BUDGET = "--init 128 --window 4096 --block 128 --retrieved 16 --chunk 512 --settings last=48"
 COPIED = "scripts/results/nvidia-h100-80gb-hbm3/real/heads.json"  # ranked by what heads copy
+FITTED = "scripts/results/nvidia-h100-80gb-hbm3/real/heads_16K.json"  # by `ltri_heads`
 
 
-def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltri_heads.json"):
+def ltri(
+  part: str,
+  length: int,
+  limit: int,
+  names: str,
+  heads: str = "{out}/ltri_heads.json",
+  first: int = 0,
+):
   """Needles at the paper's 6,272 tokens; parts of one folder answer the same samples."""
   samples = 100 if length < 1 << 17 else 30
-  how = f"--length {length} --samples {samples} --batch 5 {BUDGET} --heads {heads}"
+  how = f"--length {length} --samples {samples} --first {first} --batch 5 {BUDGET} --heads {heads}"
   where = f"{{out}}/ltri_{part} --checkpoint {{checkpoint}}"
   return Step(f"scripts.studies.needle_recall {where} {how} --methods {names}", limit)
 
@@ -210,6 +218,19 @@ def ltri(part: str, length: int, limit: int, names: str, heads: str = "{out}/ltr
 WHOLE = 'ltri "ltri, by rank, top\'s blocks" "ltri, by rank, top\'s blocks, beside" infllm'
 REPAIRS = "'ltri, votes by rank' \"ltri, top layer's blocks\" 'ltri, static vectors'"
 BESIDE = "'ltri, no voting' 'ltri, not persistent' streaming_llm full"
+SIZES = "init_tokens=128,local=4096,block=128,retrieved=16,chunk=512,held=32"
+VOTES = f"ltri:{SIZES},last=48,heads={FITTED}"
+STREAMED = f"infllm:{SIZES} {VOTES}"
+REPAIRED = f"{VOTES},ballot=rank,from_top=True,beside=4"
+TASKS = {
+  16: (
+    "niah_single_1 niah_single_2 niah_single_3",
+    "niah_multikey_1 niah_multikey_2 niah_multikey_3",
+    "niah_multivalue niah_multiquery vt",
+    "cwe fwe facts_1 facts_2",
+  ),
+  64: ("passkey", "number_string", "kv_retrieval", "math_find"),
+}
 LTRI = {
   "ltri_heads": Step(
     "kvjax.programs.retrieval_heads {out}/ltri_heads.json --checkpoint {checkpoint} "
@@ -222,8 +243,26 @@ LTRI = {
     200,
   ),
   **{f"ltri_{k}K": ltri(f"{k}K", k << 10, 540, WHOLE) for k in (16, 32, 64, 128)},
-  **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE) for k in (16, 32, 64)},
+  **{f"ltri_{k}K_beside": ltri(f"{k}K", k << 10, 540, BESIDE, first=50) for k in (16, 32, 64)},
   **{f"ltri_{k}K_repairs": ltri(f"{k}K", k << 10, 540, REPAIRS) for k in (32, 16)},
+  **{
+    f"ltri_tasks_{k}K_{i}": real(
+      f"ltri_tasks_{k}K_{i}",
+      f"--tasks {tasks} --lengths {k << 10} --batch 5 --samples 30 --budgets 6272 --memory 10 "
+      f"--methods streaming_llm {STREAMED} {REPAIRED}",
+    )
+    for k, parts in TASKS.items()
+    for i, tasks in enumerate(parts)
+  },
+  "ltri_speed": speed(
+    "ltri",
+    f"--called --lengths 16384 --batches 8 25 --budgets 6272 --methods snapkv {STREAMED}",
+  ),
+  "ltri_soak": Step(
+    "scripts.tools.soak_streams --out {out} --checkpoint {checkpoint} --tokens 500000 --kills 10 "
+    "--every 60000 --budget 6272",
+    590,
+  ),
   **{f"ltri_{k}K_copied": ltri(f"{k}K_copied", k << 10, 300, "ltri", COPIED) for k in (32, 16)},
 }
 REAL = {

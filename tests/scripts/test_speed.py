@@ -44,6 +44,14 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_line_says_what_generate_takes(loaded, tmp_path):
+  """Of methods that keep every token, too, whose prompts leave room for it."""
+  speed.main(args(tmp_path, methods=("snapkv", "infllm"), called=True))
+  rows = speed.measured(tmp_path)
+  assert len(rows) == 3 and all(row["called_us"] > 0 < row["us"] for row in rows)
+
+
+@pytest.mark.slow
 def test_what_is_there_is_not_measured_again(loaded, tmp_path):
   speed.main(args(tmp_path))
   first = (tmp_path / speed.FILE).read_text()

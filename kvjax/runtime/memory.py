@@ -139,6 +139,8 @@ def explained(
 ) -> Iterator[None]:
   """Raises a MemoryError that names the sizes and what would fit when a device is full.
 
+  A ValueError where NumPy has seen an array of the host's memory (from jax 0.11 on).
+
   Args:
     what: a description of the operation.
     method: the KV-cache method.
@@ -150,6 +152,12 @@ def explained(
     yield
   except (jax.errors.JaxRuntimeError, MemoryError) as error:
     text = str(error)
+    if "external reference" in text:
+      raise ValueError(
+        "caches: found an array in the host's memory that NumPy has been shown, which can not be "
+        "donated; expected it to be read by a copy: "
+        'jax.device_put(x, x.sharding.with_memory_kind("device"))'
+      ) from error
     # Kernels run out of other memories, which no budget mends.
     known = isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text
     if not known or "shared memory" in text.lower() or "kvjax" in text:

@@ -95,6 +95,15 @@ def test_caches_beyond_all_memory():
     model().init_caches(kvjax.Full(), 1, 1 << 40)
 
 
+def test_stores_that_numpy_was_shown_are_named():
+  said = "INVALID_ARGUMENT: Donation requested for buffer with external reference"
+  with (
+    pytest.raises(ValueError, match="caches: found an array in the host's memory that NumPy"),
+    memory.explained("x", kvjax.Full(), SPEC),
+  ):
+    raise jax.errors.JaxRuntimeError(said)
+
+
 def test_other_errors_are_left_alone():
   shared = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 300000"
   for error in (jax.errors.JaxRuntimeError(shared), jax.errors.JaxRuntimeError("INTERNAL")):

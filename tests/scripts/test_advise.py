@@ -34,6 +34,7 @@ from tests.eval_rows import row, write
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
 LLAMA = PRESETS["Llama-3.1-8B"]
 H200 = devices.device("NVIDIA H200")
+LTRI = kvjax.Ltri(128, 4096, 128, 16, chunk=512, held=32, last=48)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -82,13 +83,17 @@ def contenders(label, tokens):
 def cells():
   """The whole steps that are kept, by name: Full, and methods that read or keep a part."""
   made = {}
-  for suite in ("e2e", "e2e_qwen3", "e2e_sparse", "art_e2e", "offload"):
+  for line in (RESULTS / "real" / "speed_16K.jsonl").read_text().splitlines():
+    if (row := json.loads(line))["method"].startswith("ltri"):
+      shape = PRESETS["Qwen2.5-1.5B"], LTRI, row["batch"], row["length"]
+      made[f"Ltri Qwen2.5-1.5B B{row['batch']} T16K"] = Cell(*shape, row["us"] * 1e-6)
+  for suite in ("e2e", "e2e_qwen3", "e2e_sparse", "art_e2e", "offload_128K"):
     for case in bench_files.read(RESULTS / f"bench_{suite}.json")["cases"]:
       us = {x["name"]: x["us"] for x in case["results"] if "us" in x}
-      if suite == "offload":  # tokens after a long stream under Ltri, in all layers
-        for mark in (100, 1024) if case["case"] == "whole stream" else ():
-          took = us[f"token at {mark}K"] * 1e-6
-          made[f"Ltri Llama-3.1-8B B1 T{mark}K"] = Cell(LLAMA, kvjax.Ltri(), 1, mark << 10, took)
+      if suite == "offload_128K":  # a token after a long stream under Ltri, in all layers
+        if case["case"] == "whole stream":
+          took = us["token at 100K"] * 1e-6
+          made["Ltri Llama-3.1-8B B1 T100K"] = Cell(LLAMA, kvjax.Ltri(), 1, 100 << 10, took)
         continue
       *words, model, batch, size = case["case"].split()
       label, tokens = " ".join(words), int(size[1:].replace("K", "")) << 10 * size.endswith("K")
@@ -103,7 +108,7 @@ CELLS = cells()
 FITTED = (
   *("Llama-3.1-8B B1 T4096", "Qwen3-1.7B B8 T32768", "Quest Llama-3.1-8B B4 T128K"),
   *("PRR Llama-3.1-8B B1 T16K serial", "PRR Llama-3.1-8B B1 T32K ρ = 1.25"),
-  "Ltri Llama-3.1-8B B1 T100K",
+  "Ltri Qwen2.5-1.5B B8 T16K",
 )
 # None of these is fitted on: other shapes, batches and lengths, and methods that no fit has seen.
 CHECKED = (
@@ -120,6 +125,7 @@ CHECKED = (
   "StreamingLLM 0.2 Llama-3.1-8B B8 T32K",
   "SnapKV 0.8 Llama-3.1-8B B8 T32K",
   "PyramidKV 0.2 Llama-3.1-8B B1 T4K",
+  "Ltri Qwen2.5-1.5B B25 T16K",
 )
 
 

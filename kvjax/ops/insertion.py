@@ -19,9 +19,7 @@ from kvjax.ops.table import choose, declare, kernel
 
 declare("enter_token", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_codes", pallas="kvjax.kernels.insertion.enter_token:enter_token")
-ENTER_PAGE = declare(
-  "enter_page", unrun=True, pallas="kvjax.kernels.insertion.enter_token:enter_token"
-)
+ENTER_PAGE = declare("enter_page", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
 

@@ -16,7 +16,7 @@ from kvjax.ops.table import declare, pallas
 
 PAGE_BOUNDS = declare("page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds")
 CODED_BOUNDS = declare(
-  "coded_page_bounds", unrun=True, pallas="kvjax.kernels.selection.page_bounds:page_bounds"
+  "coded_page_bounds", pallas="kvjax.kernels.selection.page_bounds:page_bounds"
 )
 KEY_LOGITS = declare("key_logits", pallas="kvjax.kernels.selection.key_weights:key_logits")
 KEY_WEIGHTS = declare("key_weights", pallas="kvjax.kernels.selection.key_weights:key_weights")

@@ -17,11 +17,7 @@ from kvjax.ops import insertion, slot_shards
 from kvjax.ops.table import choose, declare, pallas
 
 declare("renew_extremes", pallas="kvjax.kernels.selection.summaries:renew_extremes")
-declare(
-  "renew_coded_extremes",
-  unrun=True,
-  pallas="kvjax.kernels.selection.summaries:renew_coded_extremes",
-)
+declare("renew_coded_extremes", pallas="kvjax.kernels.selection.summaries:renew_coded_extremes")
 declare("renew_mean", pallas="kvjax.kernels.selection.summaries:renew_mean")
 
 Summarise = Callable[[Cache, Array, int], Cache]

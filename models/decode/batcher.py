@@ -292,22 +292,32 @@ class Batcher:
   def step(self) -> bool:
     """Fills free rows from the queue, decodes a token of every row, reads one of steps before.
 
+    On a GPU, under a method that streams, it decodes several, unless a prompt is being read or a
+    request shows its text or keeps its caches.
+
     Returns:
       Whether there was a row to decode for.
     """
     self._admit()
     going = [x for x in self._rows if x is not None and x.steps < x.limit]
     if going:
-      self._under_way.append((self._device.step(), going))
+      count = self._steps(going)
+      self._under_way.append((self._device.step(count), going))
       for request in going:
-        request.steps += 1
+        request.steps += count
       done = [x for x in going if x.steps == x.limit]
       self._idle([x.row for x in done])
       for request in (x for x in done if not x.keep):
         self._rows[request.row] = None  # its last token is on its way
-    if self._under_way and (len(self._under_way) > AHEAD or not going):
+    if self._under_way and (sum(x.steps for x, _ in self._under_way) > AHEAD or not going):
       self._read(*self._under_way.popleft())
     return bool(going)
+
+  def _steps(self, going: list[Request]) -> int:
+    """Steps of the next call."""
+    if self._reading is not None or any(x.keep or x.on_text is not None for x in going):
+      return 1
+    return min(self._device.most, *(x.limit - x.steps for x in going))
 
   def _admit(self) -> None:
     """Reads prompts while a row is free, and gives rows to them; with `chunk`, reads a piece."""
@@ -387,24 +397,23 @@ class Batcher:
     self._device.enter(row, logits, caches, source, request.seed, stop, knobs)
 
   def _read(self, step: Step, holders: list[Request]) -> None:
-    """Gives a step's tokens to the requests that it was dispatched with."""
-    (tokens,), logprobs = self._device.fetch(step)
-    for request in holders:
-      if request.over:
-        continue
-      token, place = int(tokens[request.row]), f"token {len(request.tokens) + 1} of the answer"
-      if request.sound is not None:
-        sound, source = request.sound
-        if not np.asarray(sound)[source]:
-          token, place = UNSOUND, "its prompt"
-        request.sound = None
-      if token == UNSOUND:
-        found = f"request {request.number}: found logits that are NaN or infinite"
-        self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
-      else:
-        logprob = None if logprobs is None else float(logprobs[0, request.row])
-        if (end := request.feed(token, logprob)) is not None:
-          self._end(request, end)
+    """Gives a call's tokens to the requests that it was dispatched with."""
+    every, logprobs = self._device.fetch(step)
+    for i, tokens in enumerate(every):
+      for request in (x for x in holders if not x.over):
+        token, place = int(tokens[request.row]), f"token {len(request.tokens) + 1} of the answer"
+        if request.sound is not None:
+          sound, source = request.sound
+          if not np.asarray(sound)[source]:
+            token, place = UNSOUND, "its prompt"
+          request.sound = None
+        if token == UNSOUND:
+          found = f"request {request.number}: found logits that are NaN or infinite"
+          self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
+        else:
+          logprob = None if logprobs is None else float(logprobs[i, request.row])
+          if (end := request.feed(token, logprob)) is not None:
+            self._end(request, end)
 
   def _end(self, request: Request, end: End, error: Exception | None = None) -> None:
     """Its answer is there, and its row free."""

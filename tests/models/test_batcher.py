@@ -6,7 +6,7 @@ import pytest
 
 import kvjax
 from kvjax.models.decode import batcher as batching
-from kvjax.models.decode import checks
+from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode import prefill as reading
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.device import Device
@@ -73,6 +73,28 @@ def test_answers_are_those_of_a_request_alone(method):
     assert answer.end == ("stop" if stopped else "limit")
     assert stopped or len(answer.tokens) == given["limit"]
     assert not np.isin(answer.tokens[:-1], given["stop"]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.rest
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_call_takes_several_steps_where_methods_stream(monkeypatch, keep):
+  """As on a GPU, beside programs of a layer; a step alone for a request that keeps its caches."""
+  asked, made, step = list(requests(6)), [], Device.step
+
+  def answers():
+    mine = batcher(METHODS["infllm"])
+    for given in asked:
+      mine.submit(**given, keep=keep)
+    return {x.request: x for x in mine}
+
+  want = answers()
+  monkeypatch.setattr(by_layer, "decodes", lambda *_: False)
+  monkeypatch.setattr(Device, "step", lambda self, n: made.append(n) or step(self, n))
+  for number, got in answers().items():
+    np.testing.assert_array_equal(got.tokens, want[number].tokens)
+    assert got.end == want[number].end
+  assert sum(made) > len(made) if not keep else set(made) == {1}
 
 
 def run(count, seed, together):
@@ -302,7 +324,7 @@ def test_prompts_in_pieces(monkeypatch, together, order):
   given = {"prompt": np.arange(30) % CONFIG.vocab, "limit": 10}
   whole = alone(METHODS["full"], given, sampling=Sampling())
   done, one = [], Device.step
-  monkeypatch.setattr(Device, "step", lambda self: done.append("step") or one(self))
+  monkeypatch.setattr(Device, "step", lambda self, n: done.append("step") or one(self, n))
   read = batching.read_prompt
 
   def piece(*given, **how):

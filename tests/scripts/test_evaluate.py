@@ -237,7 +237,7 @@ def test_a_row_that_ends_makes_room(loaded, tmp_path, monkeypatch):
   task = dataclasses.replace(TASKS["needle"], build=build, filled=False)
   monkeypatch.setitem(TASKS, "needle", task)
   steps, one = [], Device.step
-  monkeypatch.setattr(Device, "step", lambda self: steps.append(0) or one(self))
+  monkeypatch.setattr(Device, "step", lambda self, n: steps.append(0) or one(self, n))
   rows = run(loaded, tmp_path, tasks=("needle",), methods=("full",), samples=len(limits))
   assert [rows[i]["index"] for i in range(3)] == [0, 2, 1]  # as they end
   said = {row["index"]: row for row in rows}

@@ -97,7 +97,7 @@ class Device:
     background.begin(self._run.func, self._run.args[:-1], self._run.args[-1], told)
 
   def _given(self, want: Array, count: int) -> tuple[Any, ...]:
-    """What a call of so many steps is given."""
+    """Arguments of a call of so many steps."""
     held = self.caches, self.logits, self._live, want, self._always
     return (*held, self._put(np.int32(count))) if self.most > 1 else held
 

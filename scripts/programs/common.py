@@ -76,7 +76,7 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answering(Decoding):
-  """How answers are drawn, and what a chat is told beforehand."""
+  """Settings of how answers are drawn, and the beginning of a chat."""
 
   temperature: float = 0.0
   """0 takes the likeliest token; higher values draw more freely."""

@@ -23,7 +23,7 @@ from kvjax.models.decode.step import Always, decode
 from kvjax.models.io import convert
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Transformer
-from kvjax.testing.tiny import CONFIG, LENGTHS, TOKENS, model
+from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, model
 from tests.tiny_tokenizers import letters
 
 FULL = kvjax.Full()
@@ -255,8 +255,8 @@ def test_some_steps_a_call_are_those_steps(monkeypatch, how, counts):
   monkeypatch.setattr(loop.Device, "step", lambda self, n: made.append(n) or step(self, n))
   out, mine = run(method, steps=21, **how)
   np.testing.assert_array_equal(out.tokens, want.tokens)
-  chex.assert_trees_all_close((out.logprobs, out.logits), (want.logprobs, want.logits), atol=2e-4)
-  chex.assert_trees_all_close((mine, out.last), (theirs, want.last), atol=2e-4)
+  chex.assert_trees_all_close((out.logprobs, out.logits), (want.logprobs, want.logits), atol=CLOSE)
+  chex.assert_trees_all_close((mine, out.last), (theirs, want.last), atol=CLOSE)
   assert made == (counts or made)
   assert counts is not None or 2 < out.lengths.max() < 21
 

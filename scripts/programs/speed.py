@@ -78,6 +78,8 @@ class Args:
   """Implementation of the methods' operations."""
   called: bool = False
   """Also time `generate`; its program is compiled besides."""
+  trace: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """With --called: keep a profile of a call of STEPS tokens there, in a folder for each line."""
   seed: int = 0
   """Draws the texts."""
   checkpoint: common.Checkpoint = None
@@ -107,10 +109,12 @@ class Bench:
     length: int,
     impl: str,
     called: bool = False,
+    trace: pathlib.Path | None = None,
   ):
-    self.model, self.length, self.impl, self.called = model, length, impl, called
+    self.model, self.length, self.impl = model, length, impl
+    self.called, self.trace = called, trace
     self.tokens, lengths = pad(prompts, multiple=length)
-    room = called * (1 + 2 * (1 + CALLS)) * STEPS  # for what comes, where every token is kept
+    room = called * 2 * (2 + CALLS) * STEPS  # for what comes, where every token is kept
     self.lengths = np.minimum(lengths, length - room)
     self.graph, self.leaves = split(model)
 
@@ -137,7 +141,7 @@ class Bench:
       **self._compared(method, token, caches),
     }
     if self.called and row["error"] <= TOLERANCE:
-      row["called_us"], caches = _called(self.model, method, logits, caches)
+      row["called_us"], caches = self._called(method, logits, caches)
     run = stepping(self.graph, method, self.impl, STEPS)
     program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
     plan = program.memory_analysis()
@@ -171,6 +175,22 @@ class Bench:
       "visited": round(float((np.asarray(visited, np.float64) / seen).mean()), 5),
     }
 
+  def _called(
+    self, method: kvjax.Method, logits: jax.Array, caches: Caches
+  ) -> tuple[float, Caches]:
+    """Microseconds of a token of all rows, as `generate` takes them, and the caches after them."""
+    out, caches = generate(self.model, logits, caches, method, steps=2 * STEPS)
+    seconds = []
+    for _ in range(CALLS):
+      began = time.perf_counter()
+      out, caches = generate(self.model, out.last, caches, method, steps=2 * STEPS)
+      seconds.append(time.perf_counter() - began)
+    if self.trace is not None:
+      name = f"{type(method).__name__}_B{self.batch}_T{self.length}"
+      with jax.profiler.trace(self.trace / name):
+        out, caches = generate(self.model, out.last, caches, method, steps=STEPS)
+    return round(min(seconds) / (2 * STEPS) * 1e6, 2), caches
+
 
 def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[str, Any]:
   """Microseconds of a step; measured again where the quartiles are wide."""
@@ -193,19 +213,6 @@ def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[
   }
 
 
-def _called(
-  model: Transformer, method: kvjax.Method, logits: jax.Array, caches: Caches
-) -> tuple[float, Caches]:
-  """Microseconds of a token of all rows, as `generate` takes them, and the caches after them."""
-  out, caches = generate(model, logits, caches, method, steps=2 * STEPS)
-  seconds = []
-  for _ in range(CALLS):
-    began = time.perf_counter()
-    out, caches = generate(model, out.last, caches, method, steps=2 * STEPS)
-    seconds.append(time.perf_counter() - began)
-  return round(min(seconds) / (2 * STEPS) * 1e6, 2), caches
-
-
 def lines(args: Args) -> Iterator[dict[str, Any]]:
   """A line for everything that the folder does not have."""
   labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
@@ -220,7 +227,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
       raise ValueError(cell)
     prompts = [prompt.ids for prompt in cell.prompts]
     for batch in args.batches:
-      bench = Bench(model, prompts[:batch], length, args.impl, args.called)
+      bench = Bench(model, prompts[:batch], length, args.impl, args.called, args.trace)
       for entry in entries[length]:
         named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
         if key(named) in have:

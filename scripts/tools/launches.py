@@ -2,6 +2,7 @@
 
     python -m scripts.tools.launches                        every layer of the list
     python -m scripts.tools.launches --only CIS --out scripts/results
+    python -m scripts.tools.launches --of FOLDER   profiles of `kvjax speed --called --trace FOLDER`
 
 A step is traced by the profiler, launch by launch, without CUDA graphs: times are those of the
 kernels alone, not of what passes between them. Each step begins from the same caches, which other
@@ -27,6 +28,7 @@ from kvjax.programs import bench, common, console
 from scripts.benches._layer import holding, projected, step_of
 
 STEPS = 9
+SHOWN = 25  # names of a profile
 FLUSH = 128 << 20  # bytes, more than an L2 cache holds
 LAYERS = 32  # of which the first is traced
 HEADS = {"8x4": (8, 4, 128), "2x6": (2, 6, 128), "32x1": (32, 1, 128), "3x2": (3, 2, 16)}
@@ -39,6 +41,8 @@ class Args:
 
   only: str = ""
   """Only layers whose name contains it."""
+  of: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None
+  """Account for the profiles in a folder instead: how long, how busy, of which launches."""
   out: Annotated[pathlib.Path | None, tyro.conf.arg(metavar="FOLDER")] = None
   """Write <device>/launches.json there, such as scripts/results."""
 
@@ -126,17 +130,37 @@ def launches(layer: Layer, impl: str = "auto") -> list[tuple[str, float]]:
   return medians(found)
 
 
-def listed(planes: Iterable[Any]) -> list[tuple[str, float]]:
-  """Launches on the GPU's streams, in order of their beginning: names and µs."""
-  events = [
+def timeline(planes: Iterable[Any]) -> list[tuple[float, str, float]]:
+  """Launches on the GPU's streams in order of their beginning: when, in ns, names and µs."""
+  return sorted(
     (event.start_ns, event.name, event.duration_ns / 1e3)
     for plane in planes
     if plane.name.startswith("/device:GPU")
     for line in plane.lines
     if line.name.startswith("Stream")
     for event in line.events
-  ]
-  return [(name, time) for _, name, time in sorted(events)]
+  )
+
+
+def listed(planes: Iterable[Any]) -> list[tuple[str, float]]:
+  """Launches on the GPU's streams, in order of their beginning: names and µs."""
+  return [(name, time) for _, name, time in timeline(planes)]
+
+
+def accounted(planes: Iterable[Any]) -> tuple[float, float, dict[str, tuple[int, float]]]:
+  """Milliseconds from the first launch to the end of the last, those of them in which launches ran,
+  and of each name, most time first, launches and µs.
+  """
+  events, names = timeline(planes), dict[str, tuple[int, float]]()
+  if not events:
+    raise ValueError("the profile: found no launch on a GPU, expected some")
+  for _, name, time in events:
+    count, spent = names.get(name, (0, 0.0))
+    names[name] = count + 1, spent + time
+  end = max(start + 1e3 * time for start, _, time in events)
+  busy = sum(time for _, _, time in events) / 1e3
+  ordered = sorted(names.items(), key=lambda item: -item[1][1])
+  return (end - events[0][0]) / 1e6, busy, dict(ordered)
 
 
 def medians(found: list[list[tuple[str, float]]]) -> list[tuple[str, float]]:
@@ -148,8 +172,21 @@ def medians(found: list[list[tuple[str, float]]]) -> list[tuple[str, float]]:
   return [(name, statistics.median(step[i][1] for step in alike)) for i, name in enumerate(names)]
 
 
+def account(folder: pathlib.Path) -> None:
+  """Prints where the time of each profile in a folder went."""
+  for file in sorted(folder.rglob("*.xplane.pb")):
+    whole, busy, names = accounted(jax.profiler.ProfileData.from_file(str(file)).planes)
+    title, count = file.relative_to(folder).parts[0], sum(n for n, _ in names.values())
+    print(f"\n{title}: {whole:.2f} ms, {busy:.2f} of them busy, {count:,} launches")
+    rows = [[name, str(n), f"{time:,.0f}"] for name, (n, time) in [*names.items()][:SHOWN]]
+    print(console.table(("launch", "times", "µs"), rows), flush=True)
+
+
 def main(args: Args) -> None:
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}"
+  if args.of is not None:
+    account(args.of)
+    return
   about, found = bench.environment(), {}
   for name, layer in layers().items():
     if args.only not in name:

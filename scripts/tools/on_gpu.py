@@ -256,7 +256,8 @@ LTRI = {
   },
   "ltri_speed": speed(
     "ltri",
-    f"--called --lengths 16384 --batches 8 25 --budgets 6272 --methods snapkv {STREAMED}",
+    "--called --trace {out}/ltri_profiles --lengths 16384 --batches 8 25 --budgets 6272 "
+    f"--methods snapkv {STREAMED}",
   ),
   "ltri_soak": Step(
     "scripts.tools.soak_streams --out {out} --checkpoint {checkpoint} --tokens 500000 --kills 10 "

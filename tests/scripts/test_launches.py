@@ -28,6 +28,16 @@ def test_only_the_streams_of_a_gpu_are_listed_in_order():
   assert launches.listed([host, gpu]) == [("a", 1.5), ("b", 2.0)]
 
 
+def test_a_profile_is_accounted_for():
+  """Time with a gap in it, and names by the time that they take together."""
+  events = [("a", 0, 1000), ("b", 5000, 3000), ("a", 8000, 1500)]
+  whole, busy, names = launches.accounted([plane("/device:GPU:0", **{"Stream #1": events})])
+  assert (whole, busy) == (9500 / 1e6, 5500 / 1e6)
+  assert [*names.items()] == [("b", (1, 3.0)), ("a", (2, 2.5))]
+  with pytest.raises(ValueError, match="found no launch"):
+    launches.accounted([])
+
+
 def test_medians_are_of_the_steps_that_launch_the_same():
   steps = [
     [("a", 1.0), ("b", 5.0)],

@@ -46,9 +46,12 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
 @pytest.mark.slow
 def test_a_line_says_what_generate_takes(loaded, tmp_path):
   """Of methods that keep every token, too, whose prompts leave room for it."""
-  speed.main(args(tmp_path, methods=("snapkv", "infllm"), called=True))
+  kept = tmp_path / "profiles"
+  speed.main(args(tmp_path, methods=("snapkv", "infllm"), called=True, trace=kept))
   rows = speed.measured(tmp_path)
   assert len(rows) == 3 and all(row["called_us"] > 0 < row["us"] for row in rows)
+  for name in ("Full", "SnapKV", "InfLLM"):
+    assert len([*(kept / f"{name}_B8_T{LENGTH}").rglob("*.xplane.pb")]) == 1
 
 
 @pytest.mark.slow

@@ -22,13 +22,12 @@ from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.device import Device, Step
 from kvjax.models.decode.generate import GREEDY
 from kvjax.models.decode.prefill import empty, read_prompt, widths
 from kvjax.models.decode.requests import AHEAD, Answer, End, Reading, Request
 from kvjax.models.decode.rows import check_alike
 from kvjax.models.decode.sampling import Sampling
-from kvjax.models.decode.step import UNSOUND, Always, ends
+from kvjax.models.decode.step import UNSOUND, Always, Device, Step, ends
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer

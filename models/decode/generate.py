@@ -15,10 +15,9 @@ from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
-from kvjax.models.decode.device import Device, Step
 from kvjax.models.decode.prefill import joined, pad, prefill
 from kvjax.models.decode.sampling import Sampling
-from kvjax.models.decode.step import UNSOUND, Always, ends
+from kvjax.models.decode.step import UNSOUND, Always, Device, Step, ends
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat

@@ -1,4 +1,12 @@
-"""Steps of the decode loop, as they are compiled: a token is chosen and predicts the next."""
+"""Steps of the decode loop: as they are compiled, and as a device is called for them.
+
+A token is chosen and predicts the next. A step is dispatched in a third of a millisecond and its
+launches are queued on the device, so the device does not wait while the host reads earlier tokens.
+A loop on the device would need a predicate, for which the host has to wait at every step; the
+dispatch that it saves per token takes no extra time. Not so for methods that stream: their caches
+are some 20 arrays a layer, and a call took more than twice a step of a loop. So theirs is a loop,
+of a few steps.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +18,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.families.method import Method
-from kvjax.models.decode import checks
+from kvjax.models.decode import background, by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
+from kvjax.models.decode.rows import put
 from kvjax.models.decode.sampling import COLDEST, Knobs, draw
 from kvjax.models.nn import flat
-from kvjax.models.nn.transformer import Caches
+from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
+SOME = 8  # steps of a call, at most, where it is a loop
 UNSOUND = -2  # in the place of a token after which the row's logits are not finite
 
 
@@ -163,3 +174,140 @@ def _taken(
 
 
 _choose, _take = (flat.own(jax.jit(function, static_argnums=0)) for function in (_chosen, _taken))
+
+
+class Step(NamedTuple):
+  """Results of a call of n steps: an error or None, tokens int32 [B] or [≥ n, B], and as many
+  log-probabilities.
+
+  A token of −1 is none; `UNSOUND` says that the logits after it are not finite.
+  """
+
+  steps: int
+  error: Any
+  tokens: Array
+  logprobs: Array | None
+
+
+class Device:
+  """A batch that decodes.
+
+  Attributes:
+    model: the decoder.
+    logits: float32 [B, V], what the next token is chosen from.
+    caches: of the newest step that was dispatched.
+    most: steps that a call may take.
+  """
+
+  def __init__(
+    self,
+    model: Transformer,
+    kind: tuple[Method, bool, bool],
+    logits: Any,
+    caches: Caches,
+    live: np.ndarray,
+    always: Always,
+    forced: np.ndarray | None,
+  ):
+    by_layer.bound_programs()
+    self.model = model
+    mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
+    # Laid out as what steps return, or else the second one would be compiled anew.
+    where = self.logits.sharding if self.logits.committed else None
+    where = where if mesh is None else NamedSharding(mesh, PartitionSpec())
+    self._put = functools.partial(jax.device_put, device=where)
+    self._explained = checks.explained("generate", model, caches, kind[0])
+    self.caches, self.logits = caches, self._put(self.logits)
+    self._live, self._always = self._put(live), self._put(always)
+    self._by_layer, self._checked = by_layer.decodes(model, kind[0]), model.env.check_nan
+    loops = kind[0].traits.stream is not None and not self._by_layer and not self._checked
+    self.most = SOME if loops else 1
+    shape = (SOME, len(live)) if loops else (len(live),)
+    self._free, self._forced = self._put(np.full(shape, -1, np.int32)), forced
+    if self._by_layer:
+      self._run: functools.partial[Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
+    else:
+      form, leaves = flat.split(model)
+      step = decode_checked if self._checked else decode_some if loops else decode
+      self._run = functools.partial(flat.jitted(step, 4, mesh), form, *kind, leaves)
+
+  def compile_ahead(self) -> None:
+    """Begins to compile the step in a thread; the first one that is dispatched waits for it.
+
+    Nothing where its layers are programs of their own, nor in several processes, whose compilers
+    talk to each other.
+    """
+    if self._by_layer or jax.process_count() > 1:
+      return
+    told = self._given(self._free, 1)
+    background.begin(self._run.func, self._run.args[:-1], self._run.args[-1], told)
+
+  def _given(self, want: Array, count: int) -> tuple[Any, ...]:
+    """Arguments of a call of so many steps."""
+    held = self.caches, self.logits, self._live, want, self._always
+    return (*held, self._put(np.int32(count))) if self.most > 1 else held
+
+  def _wanted(self, count: int) -> Array:
+    """The tokens that the next steps are to take; −1: the model's."""
+    if self._forced is None:
+      return self._free
+    want, self._forced = self._forced[:, :count].T, self._forced[:, count:]
+    rest = np.full((self.most - count, len(self._live)), -1, np.int32)
+    return self._put(np.concatenate([want, rest]).reshape(self._free.shape))
+
+  def step(self, count: int = 1) -> Step:
+    """Dispatches a call of `count` steps, at most `most`."""
+    background.wait()
+    arrays = self._given(self._wanted(count), count)
+    with self._explained():
+      made = self._run(*arrays)
+    error, made = made if self._checked else (None, made)
+    self.caches, self.logits, self._live, *made = made
+    for x in jax.tree.leaves((error, made)):
+      x.copy_to_host_async()
+    return Step(count, error, *made)
+
+  def fetch(self, step: Step) -> tuple[Int[np.ndarray, "n B"], Float[np.ndarray, "n B"] | None]:
+    """Waits for a call's steps: tokens int32 and their log-probabilities, or None."""
+
+    def rows(x: Array) -> np.ndarray:
+      return np.asarray(x).reshape(-1, len(self._live))[: step.steps]
+
+    with self._explained():
+      checks.throw(step.error)
+      tokens = rows(step.tokens)
+    return tokens, None if step.logprobs is None else rows(step.logprobs)
+
+  def end(self, rows: Bool[np.ndarray, " B"]) -> None:
+    """No step that is dispatched from now on touches these rows."""
+    if rows.any():
+      self._live &= self._put(~rows)
+
+  def enter(
+    self,
+    row: int,
+    logits: Float[Array, "n V"],
+    caches: Caches,
+    source: int,
+    number: int,
+    stop: Int[np.ndarray, " E"],
+    knobs: Knobs,
+  ) -> None:
+    """From the next step on a row is the row `source` of another batch, under its number.
+
+    Only where `Always` has stops [B, E] and knobs [B] of each row. Nothing is checked.
+    """
+    at, of = np.array([row], np.int32), np.array([source], np.int32)
+    self.caches = put(self.caches, at, caches, of)
+    always, seed = self._always._replace(seed=None), self._always.seed
+    held = self.logits, self._live, always
+    new = np.bool_(True), Always(stop, np.int32(number), knobs, None)
+    self.logits, self._live, always = _entered(held, at, logits, of, new)
+    self._always = always._replace(seed=seed)
+
+
+@flat.own
+@functools.partial(jax.jit, donate_argnums=0)
+def _entered(held: Any, row: Int[Array, " 1"], logits: Any, source: Any, new: Any) -> Any:
+  """The device's logits, live rows and what steps know of rows, with those of a new one."""
+  return jax.tree.map(lambda x, y: x.at[row].set(y), held, (logits[source], *new))

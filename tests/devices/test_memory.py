@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax import METHODS, CacheSpec, plan_memory
-from kvjax.models.decode import by_layer, device, generate
+from kvjax.models.decode import by_layer, generate, step
 from kvjax.runtime import memory
 from tests.meshes import mesh_of, model
 
@@ -70,7 +70,7 @@ def test_a_lack_of_memory_says_what_would_fit(monkeypatch, entry, method, name):
     memory, "device_limit", lambda: int((weights + room) / (1 - memory.SPARE)) + 1
   )
   monkeypatch.setattr(by_layer.ByLayer, "prefill", refuse)
-  monkeypatch.setattr(device, "decode", refuse)
+  monkeypatch.setattr(step, "decode", refuse)
   tokens, lengths = np.ones((2, 5), np.int32), np.array([5, 3])
   with pytest.raises(MemoryError) as caught:
     if entry == "prefill":

@@ -9,9 +9,9 @@ from kvjax.models.decode import batcher as batching
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode import prefill as reading
 from kvjax.models.decode.batcher import Batcher
-from kvjax.models.decode.device import Device
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.step import Device
 from kvjax.testing.tiny import CONFIG, model
 from scripts.examples.tiny import byte_tokenizer
 

@@ -21,8 +21,8 @@ from scipy import special
 import kvjax
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.caches import next_turn
-from kvjax.models.decode.device import Device
 from kvjax.models.decode.generate import prefill
+from kvjax.models.decode.step import Device
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, evaluate
 from kvjax.programs.evals import (

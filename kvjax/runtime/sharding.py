@@ -201,15 +201,9 @@ def check_windows(windows: Sequence[int | None], mesh: Mesh | AbstractMesh) -> N
     )
 
 
-def check_stores(method: Method, host: int, processes: int) -> None:
-  """Raises NotImplementedError where several processes would have parts of a store.
-
-  Args:
-    method: whose it is.
-    host: bytes, or arrays, of its caches that lie in the host's memory.
-    processes: those that the devices belong to.
-  """
-  if host and processes > 1:
+def check_store(method: Method, processes: int) -> None:
+  """Raises NotImplementedError if several processes would have parts of a method's store."""
+  if processes > 1:
     raise NotImplementedError(
       f"mesh: found devices of {processes} processes for {method!r}, which keeps blocks in the "
       "host's memory, expected devices of one"
@@ -243,9 +237,8 @@ def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
-  if offload.on_host():
-    processes = len({device.process_index for device in mesh.devices.flat})
-    check_stores(method, len(offload.hosted(shapes)), processes)
+  if offload.on_host() and offload.hosted(shapes):
+    check_store(method, len({device.process_index for device in mesh.devices.flat}))
   where = offload.beside(named(mesh, cache_specs(shapes, method)), shapes)
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:

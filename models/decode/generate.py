@@ -28,7 +28,7 @@ from kvjax.runtime import arguments
 __all__ = ["Generation", "compile_ahead", "generate", "join", "pad", "prefill", "split"]
 
 GREEDY = Sampling()
-AHEAD = 2  # steps under way while the host reads one
+AHEAD = 2  # calls under way while the host reads one
 FIRST = 2  # tokens returned first; then twice as many each time, up to a chunk
 
 
@@ -82,10 +82,11 @@ def generate(
   next; every token that is returned is therefore cached, and a row that stopped is idle from then
   on. Decoding ends early when all rows have stopped.
 
-  The host reads a token while the next `AHEAD` = 2 steps are under way. Stop strings are found by
-  the host: those steps, two tokens that are not returned, or fewer at the end of the steps, enter
-  the row's cache and its `last`. If that matters (for a conversation that continues), use
-  `chunk=1`: no further tokens enter, but the device waits for the host at every token.
+  The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each: of up to
+  eight where methods stream on a GPU and no stop string is looked for. Those the host finds: two
+  tokens that are not returned, or fewer at the end of the steps, enter the row's cache and its
+  `last`. If that matters (for a conversation that continues), use `chunk=1`: no further tokens
+  enter, but the device waits for the host at every token.
 
   A model with random weights, whose tokens mean nothing:
 

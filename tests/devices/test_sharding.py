@@ -200,7 +200,7 @@ def test_places_of_stores(monkeypatch):
     assert (to.memory_kind == "pinned_host") == (id(x) in stores)
     assert id(x) not in stores or to.shard_shape(x.shape)[1] == x.shape[1] // 2
   with pytest.raises(NotImplementedError, match="devices of 2 processes for InfLLM"):
-    sharding.check_stores(method, len(stores), 2)
+    sharding.check_store(method, 2)
 
 
 @pytest.mark.skipif(not GPU, reason="float32 on a CPU; in 16 bits prompts are cuDNN's")

@@ -113,8 +113,8 @@ class Advice:
   def refused(self) -> str:
     """The reason for which the method does not run on such devices; empty where it does."""
     try:
-      if self.case.mesh is not None:
-        sharding.check_stores(self.method, self.caches.host, self.case.hosts)
+      if self.case.mesh is not None and self.caches.host:
+        sharding.check_store(self.method, self.case.hosts)
     except (ValueError, NotImplementedError) as error:
       return str(error)
     return ""

@@ -316,7 +316,7 @@ class Batcher:
     """Steps of the next call."""
     if self._reading is not None or any(x.keep or x.on_text is not None for x in going):
       return 1
-    return min(self._device.most, *(x.limit - x.steps for x in going))
+    return min(AHEAD, self._device.most, *(x.limit - x.steps for x in going))
 
   def _admit(self) -> None:
     """Reads prompts while a row is free, and gives rows to them; with `chunk`, reads a piece."""

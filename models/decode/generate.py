@@ -83,10 +83,11 @@ def generate(
   on. Decoding ends early when all rows have stopped.
 
   The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each: of up to
-  eight where methods stream on a GPU and no stop string is looked for. Those the host finds: two
-  tokens that are not returned, or fewer at the end of the steps, enter the row's cache and its
-  `last`. If that matters (for a conversation that continues), use `chunk=1`: no further tokens
-  enter, but the device waits for the host at every token.
+  64 where methods stream on a GPU and no stop string is looked for, or up to `chunk` where tokens
+  are handed over. Stop strings are found by the host: two tokens that are not returned, or fewer
+  at the end of the steps, enter the row's cache and its `last`. If that matters (for a conversation
+  that continues), use `chunk=1`: no further tokens enter, but the device waits for the host at
+  every token.
 
   A model with random weights, whose tokens mean nothing:
 
@@ -168,8 +169,10 @@ def generate(
   host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
   ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
   under_way: collections.deque[Step] = collections.deque()
-  used, left, count = _Pieces(), steps, 1
-  most = 1 if return_logits or stop_strings or chunk == 1 else device.most
+  most = 1 if return_logits or stop_strings else device.most
+  shown = on_chunk is not None or on_text is not None
+  most = min(most, chunk) if shown or chunk == 1 else most
+  used, left, count = _Pieces(), steps, 1 if shown else most
 
   while left:
     if return_logits:

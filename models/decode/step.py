@@ -1,11 +1,11 @@
 """Steps of the decode loop: as they are compiled, and as a device is called for them.
 
-A token is chosen and predicts the next. A step is dispatched in a third of a millisecond and its
-launches are queued on the device, so the device does not wait while the host reads earlier tokens.
-A loop on the device would need a predicate, for which the host has to wait at every step; the
-dispatch that it saves per token takes no extra time. Not so for methods that stream: their caches
-are some 20 arrays a layer, and a call took more than twice a step of a loop. So theirs is a loop,
-of a few steps.
+A token is chosen and predicts the next. A call is dispatched while the device runs earlier ones,
+and its launches are queued, so that the device does not wait while the host reads tokens. A loop
+on the device would need a predicate, for which the host has to wait at every step. Not so for
+methods that stream: their caches are some 20 arrays a layer, and before each call the host tells
+the device's graph where they are, launch by launch, while the device waits. So theirs is a loop, of
+as many steps as nobody looks at one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
-SOME = 8  # steps of a call, at most, where it is a loop
+SOME = 64  # steps of a call, at most, where it is a loop
 UNSOUND = -2  # in the place of a token after which the row's logits are not finite
 
 

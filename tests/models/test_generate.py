@@ -16,7 +16,7 @@ import kvjax
 from kvjax.models.decode import by_layer
 from kvjax.models.decode import generate as loop
 from kvjax.models.decode import prefill as prompts
-from kvjax.models.decode import step as steps
+from kvjax.models.decode import step as device
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import generate, join, pad, prefill, split
 from kvjax.models.decode.sampling import Sampling
@@ -253,7 +253,7 @@ def test_some_steps_a_call_are_those_steps(monkeypatch, how, counts):
   method, made = kvjax.settings.example(kvjax.InfLLM, 16), []
   want, theirs = run(method, steps=21, **how)
   monkeypatch.setattr(by_layer, "decodes", lambda *_: False)
-  monkeypatch.setattr(steps, "SOME", 8)
+  monkeypatch.setattr(device, "SOME", 8)
   step = loop.Device.step
   monkeypatch.setattr(loop.Device, "step", lambda self, n: made.append(n) or step(self, n))
   out, mine = run(method, steps=21, **how)

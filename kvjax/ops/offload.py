@@ -34,6 +34,7 @@ CHECKED_BYTES = 1 << 26  # of a store; smaller ones are laid out without a look 
 PINNED = "pinned_host"  # the kind of memory
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _DEFAULT_LIMIT_GB = 64  # what the GPU backend takes for its pool of pinned memory
+_FIRST_REGION = 2 << 20  # bytes of that pool's first region; each one later is twice as large
 
 
 def empty(batch: int, kv_heads: int, blocks: int, block: int, head_dim: int, dtype: Any) -> OwnRows:
@@ -196,17 +197,31 @@ def check_room(size: int) -> None:
 
 def lacking(size: int) -> str:
   """The reason why so many bytes can not fit, and what to do, as an error says it; or nothing."""
-  there = host_memory.available()
+  there, taken = host_memory.available(), size
   if on_host():
-    if size > float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30:
+    limit = int(float(os.environ.get(LIMIT, _DEFAULT_LIMIT_GB)) * 2**30)
+    if size > limit:
       return f"expected less than the pool of pinned memory; {_advice()}"
+    taken = min(_pooled(size), limit)
     there += host_memory.resident()  # the pool keeps what it had, and uses it again
-  if size <= there:
+  if taken <= there:
     return ""
-  return (
-    f"expected at most the {there / 2**30:.1f} GiB of host memory that are available: take a "
-    "smaller capacity, or fewer rows"
-  )
+  expected = f"expected at most the {there / 2**30:.1f} GiB of host memory that are available"
+  if size <= there:
+    return (
+      f"for which the pool of pinned memory takes {taken / 2**30:.1f}, {expected}: set {LIMIT} "
+      f"before jax is imported, to {math.ceil(size / 2**30)} at least (half as much again for a "
+      "stream that grows), which keeps it from doubling"
+    )
+  return f"{expected}: take a smaller capacity, or fewer rows"
+
+
+def _pooled(size: int) -> int:
+  """Bytes that a pool takes from the system for so many: regions, each twice the one before."""
+  total, region = 0, _FIRST_REGION
+  while total < size:
+    total, region = total + region, 2 * region
+  return total
 
 
 def blocks_of(store: OwnRows) -> int:

@@ -163,6 +163,23 @@ def test_a_pool_that_is_too_small(monkeypatch):
   offload.check_room(98 << 30)
 
 
+@pytest.mark.parametrize(("size", "pool"), [(1, 2), (3, 6), (14 << 10, (16 << 10) - 2)])
+def test_a_pool_that_doubles(monkeypatch, size, pool):
+  """It takes regions of 2, 4, 8, … MiB from the system until they hold what is asked for."""
+  monkeypatch.setattr(offload, "on_host", lambda: True)
+  monkeypatch.setattr(offload.host_memory, "resident", lambda: 0)
+  monkeypatch.delenv(offload.LIMIT, raising=False)
+  monkeypatch.setattr(offload.host_memory, "available", lambda: pool << 20)
+  offload.check_room(size << 20)
+  monkeypatch.setattr(offload.host_memory, "available", lambda: (pool << 20) - 1)
+  way_out = f"set {offload.LIMIT} before jax is imported, to {-(-size // 1024)} at least"
+  message = f"the pool of pinned memory takes {pool / 1024:.1f}, expected at most .*{way_out}"
+  with pytest.raises(MemoryError, match=message):
+    offload.check_room(size << 20)
+  monkeypatch.setenv(offload.LIMIT, str(size / 1024))  # then it takes no more than that
+  offload.check_room(size << 20)
+
+
 def test_host_memory_is_exhausted(monkeypatch):
   """What the runtime says of it becomes an error that names the size and the way out."""
 

@@ -70,7 +70,7 @@ def save(
     ValueError: the caches are not those of `method` for `spec`, or were donated before.
     OSError: the folder cannot be written.
   """
-  return save_async(path, logits, caches, method, spec).wait()
+  return _saving(path, logits, caches, method, spec, lent=True).wait()
 
 
 def save_async(
@@ -88,6 +88,19 @@ def save_async(
   Raises:
     TypeError, ValueError, OSError: of `save`.
   """
+  return _saving(path, logits, caches, method, spec, lent=False)
+
+
+def _saving(
+  path: str | os.PathLike[str],
+  logits: Any,
+  caches: Caches,
+  method: Method,
+  spec: CacheSpec,
+  *,
+  lent: bool,
+) -> orbax.Saving:
+  """Begins to write what was checked; `lent`: nobody changes the caches meanwhile."""
   check_whose(method, spec)
   logits = logits if isinstance(logits, jax.Array) else arguments.array("logits", logits)
   named = _named((logits, caches))
@@ -96,7 +109,8 @@ def save_async(
   layouts = _layouts(caches)
   _check_layout("caches", named, layouts, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
-  return orbax.Saving(pathlib.Path(path), {**_identity(method, spec), "layouts": layouts}, named)
+  header = {**_identity(method, spec), "layouts": layouts}
+  return orbax.Saving(pathlib.Path(path), header, named, lent=lent)
 
 
 def restore(

@@ -77,16 +77,26 @@ def load(path: pathlib.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[st
   return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, read)
 
 
+class _Kept(np.ndarray):
+  """An array that Orbax takes as it is. It copies others before it writes them."""
+
+  def __deepcopy__(self, _: Any) -> _Kept:
+    return self
+
+
 class Saving:
   """A folder that is being written while the program goes on; in each of its processes."""
 
-  def __init__(self, path: pathlib.Path, header: dict[str, Any], arrays: dict[str, Any]):
+  def __init__(
+    self, path: pathlib.Path, header: dict[str, Any], arrays: dict[str, Any], *, lent: bool = False
+  ):
     """Begins; when it returns the arrays are copied.
 
     Args:
       path: the folder. A new version in it replaces the one before once it is whole.
       header: what JSON can say of the arrays; their sums are added.
       arrays: by name, on whatever devices.
+      lent: those of the host are not copied, and stay as they are until `wait` returns.
 
     Raises:
       OSError: it cannot be written.
@@ -94,8 +104,14 @@ class Saving:
     import orbax.checkpoint as ocp
 
     header = {**header, "sums": sums(arrays)}
-    # A host's array would be written as it is then, not as it is now.
-    arrays = {name: _of_numpy(x).copy() if _on_host(x) else x for name, x in arrays.items()}
+
+    def kept(x: Any) -> Any:
+      """A host's array would be written as it is then, not as it is now."""
+      if not _on_host(x):
+        return x
+      return (_of_numpy(x) if lent else _of_numpy(x).copy()).view(_Kept)
+
+    arrays = {name: kept(x) for name, x in arrays.items()}
     self._path, self._held = path, contextlib.ExitStack()
     self._error: BaseException | None = None
     with files.written(path), self._held:

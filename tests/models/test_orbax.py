@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -158,13 +159,30 @@ def test_sums_tell_exchanged_numbers_wherever_they_are(dtype, monkeypatch):
   assert orbax.sums({"a": x})["a"] != want
 
 
+@pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_what_was_saved_can_be_donated(tmp_path, devices, dtype):
+def test_what_was_saved_can_be_donated(tmp_path, devices, dtype, lent):
   """From jax 0.11 on a view that an array has given to NumPy would forbid it."""
   mesh = mesh_of(devices)
   where = jax.NamedSharding(mesh, jax.P("heads"), memory_kind="pinned_host")
   x = jax.device_put(np.arange(8, dtype=jnp.dtype(dtype)), where)
-  orbax.Saving(tmp_path / "x", {}, {"a": x}).wait()
+  path = orbax.Saving(tmp_path / "x", {}, {"a": x}, lent=lent).wait()
+  saved = orbax.latest(path) / orbax.ARRAYS
+  read = orbax.load(saved, {"a": jax.ShapeDtypeStruct(x.shape, x.dtype)})["a"]
+  np.testing.assert_array_equal(np.asarray(read, np.float32), np.arange(8))
   jax.jit(lambda x: x, donate_argnums=0, out_shardings=where)(x)
   assert x.is_deleted()
+
+
+@pytest.mark.parametrize(("lent", "copies"), [(False, 1), (True, 0)])
+def test_copies_of_what_is_saved(tmp_path, lent, copies):
+  """A host's array is copied once, or not at all: a store may take half of its memory."""
+  x = np.zeros(64 << 20, np.uint8)
+  tracemalloc.start()
+  try:
+    orbax.Saving(tmp_path / "x", {}, {"a": x}, lent=lent).wait()
+    _, peak = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  assert copies * x.nbytes <= peak < (copies + 0.5) * x.nbytes

@@ -94,6 +94,57 @@ def _count(jaxpr, counts):
           _count(getattr(inner, "jaxpr", inner), counts)
 
 
+class _Value:
+  """A value of a program whose calls are written out; `above`: the numbers of what it hangs on."""
+
+  def __init__(self, above=frozenset()):
+    self.above, self.readers = above, []
+
+
+def copied(method, layer=7, spec=None):
+  """Leaves of the cache that a launch writes in place, though operations read them as they were.
+
+  XLA copies such a leaf, unless each of its readers is known to come before the launch: where its
+  result is an operand of that launch. Other launches are not counted: they stay in their order.
+  """
+  step, arguments = decode_step(method, layer, spec)
+  jaxpr, found = jax.make_jaxpr(step)(*arguments).jaxpr, set()
+  needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  leaves = [_Value() for _ in needed.invars]
+  lines: list[tuple] = []
+  _written_out(needed, leaves, lines)
+  for number, (equation, inputs) in enumerate(lines):
+    above = frozenset().union(*(x.above for x in inputs))
+    for operand, _ in equation.params.get("input_output_aliases", ()):
+      readers = {n for n, name in inputs[operand].readers if name != "pallas_call"}
+      if readers - above - {number}:
+        found.add(inputs[operand])
+  paths = jax.tree_util.tree_flatten_with_path(arguments[0])[0]
+  names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+  return {name for name, x in zip(names, leaves, strict=False) if x in found}
+
+
+def _written_out(jaxpr, inputs, lines):
+  """Equations with the `_Value`s that they read, those of calls in their place; the results'."""
+  known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+  def value(x):
+    return _Value() if hasattr(x, "val") else known.setdefault(x, _Value())
+
+  for equation in jaxpr.eqns:
+    name, operands = equation.primitive.name, [value(x) for x in equation.invars]
+    if name in ("jit", "pjit"):
+      made = _written_out(equation.params["jaxpr"].jaxpr, operands, lines)
+    else:
+      above = frozenset({len(lines)}).union(*(x.above for x in operands))
+      for x in operands:
+        x.readers.append((len(lines), name))
+      lines.append((equation, operands))
+      made = [_Value(above) for _ in equation.outvars]
+    known.update(zip(equation.outvars, made, strict=True))
+  return [value(x) for x in jaxpr.outvars]
+
+
 def _name(params):
   """The name of a launch, where this version of jax keeps it."""
   return str(params.get("name_and_src_info") or params.get("name")).split()[0]

@@ -110,7 +110,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
 
     return {
       **super().leaves(spec, layer),
-      "votes": Leaf("slots"),
+      "votes": Leaf("slots", standing=True),  # `observe` clears those of a slot's last token
       "held_k": copies,
       "held_v": copies,
       "store": Leaf("heads", layout=Layout.HOSTED, made=store),
@@ -365,9 +365,10 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     cache = cache if retrieved is None else retrieved.cache
     assert attended.logits is not None
     p = softmax_state.probabilities(attended.state, attended.logits).mean(2)
-    near = {**cache.slots, "votes": cache.slots["votes"] + p}
-    cache = cache.put(slots={"votes": near["votes"]})
     last = (cache.seen - 1)[:, None]
+    votes = jnp.where(cache.pos == last[:, :, None], 0, cache.slots["votes"]) + p
+    near = {**cache.slots, "votes": votes}
+    cache = cache.put(slots={"votes": votes})
     one = jax.tree.map(lambda x: x[:, :, :, None], attended.state)
     cache = self.learn(
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)

@@ -133,22 +133,34 @@ def _entered(
   stored = dict(zip(written, entered[: len(written)], strict=True))
   seen, used, *pages = entered[len(written) :]
   others = [n for n in cache.slots if n not in written and not cache.leaf(n).standing]
-  stored |= _statistics(at, cache, others, k, v, slot)
-  return q, cache.put(slots=stored, rows={"seen": seen, "used": used}), pages
+  new = cache.put(slots=stored, rows={"seen": seen, "used": used})
+  return q, new.put(slots=_statistics(at, new, others, k, v, live, slot)), pages
 
 
 def _statistics(
-  at: At, cache: Cache, names: list[str], k: Array, v: Array, slot: Int[Array, "B K"]
+  at: At, cache: Cache, names: list[str], k: Array, v: Array, live: Array, slot: Array
 ) -> dict[str, Array]:
-  """These statistics of the slots with the new token's in its slot."""
+  """These statistics of the slots with the new token's in its slot, which is found by position.
+
+  From what the kernel has written: it writes in place, so what reads the cache as it was may cost a
+  copy of it.
+  """
   if not names:
     return {}
-  pos = jnp.broadcast_to(cache.seen[:, None, None], (*slot.shape, 1))
-  k = at.env.rope.rotate(k, cache.seen[:, None])
+  last = cache.seen - 1
+  pos = jnp.broadcast_to(last[:, None, None], (*slot.shape, 1))
+  k = at.env.rope.rotate(k, last[:, None])
   new = {"k": k[:, :, None], "v": v[:, :, None], "pos": pos}
   of_new = {name: cache.leaf(name).of_new(new, cache.slots[name]) for name in names}
-  heads = shared_slots.sharers(cache)
-  return {n: shared_slots.put(cache.slots[n], slot, x, heads) for n, x in of_new.items()}
+  if cache.layout is Layout.SHARED:
+    heads = shared_slots.sharers(cache)
+    return {n: shared_slots.put(cache.slots[n], slot, x, heads) for n, x in of_new.items()}
+  here = (cache.pos == pos) & live[:, None, None]
+
+  def put(x: Array, of: Array) -> Array:
+    return jnp.where(here.reshape(*here.shape, *[1] * (x.ndim - 3)), x, of)
+
+  return {n: put(x, cache.slots[n]) for n, x in of_new.items()}
 
 
 def keep_rows(

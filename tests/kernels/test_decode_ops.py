@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from kvjax.kernels.common import devices
-from tests.steps import CASES, MANY, SPEC, operations
+from tests.steps import CASES, MANY, SPEC, copied, operations
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +127,13 @@ def test_nothing_stands_between_the_launches(name):
   counts = operations(CASES[name])
   beside = {n for n in counts if not n.startswith("launch")} - set(FREE)
   assert beside == LAST.get(name, set())
+
+
+@pytest.mark.core(8)
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_in_place_is_not_copied_first(name):
+  """Its readers come before it. DuoAttention's two parts count their slots apart."""
+  assert copied(CASES[name]) == ({"rows.used"} if name == "duo_attention" else set())
 
 
 def main():

@@ -20,6 +20,7 @@ from kvjax.families.streamed import Streamed
 from kvjax.methods.ltri import evidence, kernel, spans, vectors
 from kvjax.methods.ltri.vectors import INDICES, MODES
 from kvjax.ops import offload
+from kvjax.primitives import softmax_state
 from kvjax.primitives.softmax_state import State
 
 
@@ -251,19 +252,20 @@ class Ltri(Streamed, moves=("divide",)):
     if near["pos"].shape[2] > size:  # the new tokens stand after the slots
       slot = jnp.where(flat < start[:, None], slot, size + flat - start[:, None])
     slot = jnp.broadcast_to(slot[:, None], (*near["pos"].shape[:2], flat.shape[1]))
-    index = flat - start[:, None]
-    asks = (index >= 0) & (flat < end[:, None])
     blocks, state = pos.shape[1], attended.state
-    k = spans.cut(slots.take(near["k"], slot), 2, blocks)
-    if q.shape[3] == 1:  # a token is one row
-      asked = State(*(x[:, :, :, None] for x in (q, state.m, state.l)))
-      ok = (pos <= start[:, None, None]) & (start < end)[:, None, None]
-      row = spans.maps_of(at, k, asked, ok[..., None, :])[:, :, :, 0, 0]
+    if attended.logits is not None:  # of a token that is decoded: one row
+      ok = (pos[:, 0] <= start[:, None]) & (start < end)[:, None]
+      x = jnp.take_along_axis(attended.logits, slot[:, :, None], 3, mode="clip")
+      asked = State(*(of_one[:, :, :, 0] for of_one in (q, state.m, state.l)))
+      row = softmax_state.probabilities(asked, jnp.where(ok[:, None, None], x, -jnp.inf))
       # In place. Rows after it are another block's, and are written before this one is whole.
       counts = (start < end) if attended.counted is None else attended.counted & (start < end)
       index = jnp.where(counts, start - pos[:, 0, 0], self.block)
       held = cache.heads["map"].at[jnp.arange(index.size), :, :, index]
       return held.set(row, mode="drop")[:, :, :, None]
+    index = flat - start[:, None]
+    asks = (index >= 0) & (flat < end[:, None])
+    k = spans.cut(slots.take(near["k"], slot), 2, blocks)
     q, m, l = (spans.cut(spans.queries(x, index), 3, blocks) for x in (q, state.m, state.l))
     token = jnp.arange(self.block)
     ok = asks.reshape(pos.shape)[..., None] & (token <= token[:, None])  # P (Eq. 2)

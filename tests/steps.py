@@ -102,10 +102,11 @@ class _Value:
 
 
 def copied(method, layer=7, spec=None):
-  """Leaves of the cache that a launch writes in place, though operations read them as they were.
+  """Leaves of the cache that are written in place, though operations read them as they were.
 
-  XLA copies such a leaf, unless each of its readers is known to come before the launch: where its
-  result is an operand of that launch. Other launches are not counted: they stay in their order.
+  XLA copies such a leaf, unless each of its readers is known to come first: where what is written,
+  or where it is, is made of the reader's result. It keeps launches in their order, and orders its
+  own operations so that few copies are left: looked at are those between a launch and them.
   """
   step, arguments = decode_step(method, layer, spec)
   jaxpr, found = jax.make_jaxpr(step)(*arguments).jaxpr, set()
@@ -114,11 +115,14 @@ def copied(method, layer=7, spec=None):
   lines: list[tuple] = []
   _written_out(needed, leaves, lines)
   for number, (equation, inputs) in enumerate(lines):
-    above = frozenset().union(*(x.above for x in inputs))
-    for operand, _ in equation.params.get("input_output_aliases", ()):
-      readers = {n for n, name in inputs[operand].readers if name != "pallas_call"}
+    above, name = frozenset().union(*(x.above for x in inputs)), equation.primitive.name
+    launch = name == "pallas_call"
+    written = [i for i, _ in equation.params.get("input_output_aliases", ())]
+    written += [0] * name.startswith(("scatter", "dynamic_update"))
+    for x in (inputs[i] for i in written):
+      readers = {n for n, reader in x.readers if (reader == "pallas_call") != launch}
       if readers - above - {number}:
-        found.add(inputs[operand])
+        found.add(x)
   paths = jax.tree_util.tree_flatten_with_path(arguments[0])[0]
   names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
   return {name for name, x in zip(names, leaves, strict=False) if x in found}
@@ -135,6 +139,8 @@ def _written_out(jaxpr, inputs, lines):
     name, operands = equation.primitive.name, [value(x) for x in equation.invars]
     if name in ("jit", "pjit"):
       made = _written_out(equation.params["jaxpr"].jaxpr, operands, lines)
+    elif name in ("reshape", "squeeze"):
+      made = operands[:1]
     else:
       above = frozenset({len(lines)}).union(*(x.above for x in operands))
       for x in operands:

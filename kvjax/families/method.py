@@ -39,6 +39,7 @@ from kvjax.primitives.once import once, without_kept
 
 Aux = dict[str, Any]
 ONCE = ("traits", "tiles")  # properties that are evaluated once for each method
+FEW = 64  # numbers of a row that are looked at one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,8 +415,12 @@ def lse_of(at: At, attended: Attended) -> Aux:
 
 def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
   """Rows of x that are finite on every head, those of other shards included."""
-  bad = ~jnp.isfinite(x).all(tuple(range(1, x.ndim)))
-  return at.sum_heads(bad.astype(jnp.int32)) == 0
+  fine = jnp.isfinite(x).reshape(x.shape[0], -1)
+  if fine.shape[1] <= FEW:  # a reduction is a launch of its own on a GPU, and this a part of others
+    every = functools.reduce(jnp.logical_and, jnp.unstack(fine, axis=1))
+  else:
+    every = fine.all(1)
+  return at.sum_heads((~every).astype(jnp.int32)) == 0
 
 
 def _idle_rows(at: At, attended: Attended, new: Cache, old: Cache) -> Cache:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.core import slots
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import At, Carry, Prompt
 from kvjax.core.fields import expect, least
@@ -127,11 +128,12 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     """The operation that `summarise` is where the newest token belongs; None: any."""
     return None
 
-  def _renewed(self, at: At, cache: Cache) -> Cache:
-    """`summarise` where the newest token belongs."""
+  def _renewed(self, at: At, cache: Cache, *after: Array) -> Cache:
+    """`summarise` where the newest token belongs, once these arrays are known (`slots.after`)."""
     if not at.top.traits.positional:  # the newest token may be in any slot
-      return self.summarise(cache, jnp.argmax(cache.pos, -1).astype(jnp.int32), 1)
-    return summaries_ops.renewed(at, cache, self.summarise, self._renewal or None)
+      newest = jnp.argmax(cache.pos, -1).astype(jnp.int32)
+      return self.summarise(cache, slots.after(newest, *after), 1)
+    return summaries_ops.renewed(at, cache, self.summarise, self._renewal or None, *after)
 
   def _entering(self, at: At, cache: Cache) -> summaries_ops.Renewal | None:
     """The renewal, where the newest page is read whatever its score, and a kernel enters tokens."""
@@ -272,7 +274,7 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
     cache, aux = self.base.observe(at, cache, q, plan, attended)
     if self._dense(at) or self._entering(at, cache):
       return cache, aux
-    return self._renewed(at, cache), aux
+    return self._renewed(at, cache, attended.state.l), aux  # what has been read of them
 
 
 # What a base may not have of its own: a step would read otherwise, or write more than a slot.

@@ -10,6 +10,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from kvjax.core import slots
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.leaves import Layout
@@ -54,10 +55,16 @@ class Means:
 Renewal = Extremes | CodedExtremes | Means
 
 
-def renewed(at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None) -> Cache:
-  """The cache with the newest token's summaries, by the operation that `summarise` is, if any."""
+def renewed(
+  at: At, cache: Cache, summarise: Summarise, renewal: Renewal | None, *after: Array
+) -> Cache:
+  """The cache with the newest token's summaries, by the operation that `summarise` is, if any.
+
+  `after`: arrays that were made of the summaries as they were (`slots.after`).
+  """
   if renewal is None or (run := _kernel(at, cache, renewal)) is None:
-    return slot_shards.summarised(at, cache, summarise, cache.seen - 1, 1)
+    newest = slots.after(cache.seen - 1, *after)
+    return slot_shards.summarised(at, cache, summarise, newest, 1)
   held = [cache.heads[name] for name in renewal.summaries]
   made = run(cache.slots["k"], cache.used, *held, **dataclasses.asdict(renewal))
   return cache.put(heads=dict(zip(renewal.summaries, made, strict=True)))

@@ -66,6 +66,10 @@ class RocketKV(Selective):
   def summarise(self, cache: Cache, start: Int[Array, "B *K"], tokens: int) -> Cache:
     return tiles.with_extremes(cache, start, tokens, page=self._page(cache.size))
 
+  def _renewed(self, at: At, cache: Cache, *after: Array) -> Cache:
+    """As in `score`, which reads them renewed: the same once more is no second time."""
+    return super()._renewed(at, cache)
+
   def score(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K S"]:

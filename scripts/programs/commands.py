@@ -49,8 +49,8 @@ COMMANDS = {
 MODULES = {name: module for group in COMMANDS.values() for name, module in group.items()}
 # Run from a checkout, `python -m scripts.<name>`.
 DEVELOPERS = (
-  *(f"tools.{name}" for name in ("on_gpu", "launches", "frames", "tables", "reference")),
-  *(f"tools.{name}" for name in ("support_table", "soak", "fuzz", "make_golden")),
+  *(f"tools.{name}" for name in ("on_gpu", "launches", "compiled", "frames", "tables")),
+  *(f"tools.{name}" for name in ("reference", "support_table", "soak", "fuzz", "make_golden")),
   *(f"tools.{name}" for name in ("soak_streams", "make_family_goldens")),
   *("studies.beside_kvpress", "studies.beside_kvzip"),
 )

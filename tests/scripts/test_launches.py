@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import kvjax
-from scripts.tools import launches
+from scripts.tools import compiled, launches
 
 
 def plane(name, **lines):
@@ -61,3 +61,23 @@ def test_without_a_gpu_there_is_nothing_to_list(monkeypatch):
 def test_every_layer_has_room_for_its_steps():
   for layer in launches.layers().values():
     assert layer.spec.capacity - layer.tokens == (0 if layer.full else 1 + layer.before)
+
+
+def test_launches_of_a_compiled_program():
+  """Kernels by name, fusions without their numbers, copies by shape; nothing within a fusion."""
+  text = """HloModule jit_step, is_scheduled=true
+
+%fused_add (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %copy.9 = f32[8]{0} copy(%p)
+}
+
+ENTRY %main.4 (q: f32[8]) -> (f32[8], s32[2]) {
+  %q = f32[8]{0} parameter(0)
+  %copy.1 = s32[8,2]{1,0} copy(%q), metadata={op_name="x"}
+  %pallas_call.0 = (f32[8]{0}, s32[2]{0}) custom-call(%q), metadata={op_name="f/read/pallas_call"}
+  %loop_add_fusion.12 = f32[8]{0} fusion(%q), kind=kLoop, calls=%fused_add
+  ROOT %loop_add_fusion = f32[8]{0} fusion(%q), kind=kLoop, calls=%fused_add
+}
+"""
+  assert compiled.launched(text) == {"copy s32[8,2]": 1, "read": 1, "loop_add_fusion": 2}

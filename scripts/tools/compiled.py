@@ -104,6 +104,7 @@ def on_card(card: str, run: Callable[[Any, Device], None]) -> None:
   record = devices.device(card)
   target = TARGET.format(**dataclasses.asdict(record), kind=card)
   jax.config.update("jax_platforms", "cpu")  # else the plugin looks for NVIDIA's libraries
+  jax.config.update("jax_enable_compilation_cache", False)  # no such program is read from one
   try:
     described = topologies.get_topology_desc("", "cuda", target_config=target, topology="1x1x1")
   except NotImplementedError as error:

@@ -39,7 +39,6 @@ from kvjax.primitives.once import once, without_kept
 
 Aux = dict[str, Any]
 ONCE = ("traits", "tiles")  # properties that are evaluated once for each method
-FEW = 64  # numbers of a row that are looked at one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +329,7 @@ class Method:
       attended = attention.at_slots(attended, cache.size)
     # Statistics are made of logits; so is the denominator, the smallest thing to look at.
     clean = forms.overrides(at.top, "observe")
-    counted = live & finite_rows(at, attended.state.l) if clean else live
+    counted = live & insertion.finite_rows(at, attended.state.l) if clean else live
     attended = dataclasses.replace(attended, counted=counted, live=live)
     made = at.top.observe(at, cache, q, plan, attended)
     cache, aux = parts(at, "observe", made, cache=Cache, aux=dict)
@@ -397,7 +396,7 @@ once(Method, *ONCE)
 
 def checked_rows(at: At, o: Array, cache: Cache, rows: Bool[Array, " B"]) -> Bool[Array, " B"]:
   """Those of `rows` whose attention o [B, ...] is finite; the others raise (checkify)."""
-  bad = rows & ~finite_rows(at, o)
+  bad = rows & ~insertion.finite_rows(at, o)
   checkify.check(
     ~bad.any(),
     f"{at.name}, layer {at.layer}: found NaN or infinity in the attention of row "
@@ -411,16 +410,6 @@ def checked_rows(at: At, o: Array, cache: Cache, rows: Bool[Array, " B"]) -> Boo
 def lse_of(at: At, attended: Attended) -> Aux:
   """The report of `Env.lse`; empty where it is off."""
   return {"lse": attended.state.lse} if at.env.lse else {}
-
-
-def finite_rows(at: At, x: Array) -> Bool[Array, " B"]:
-  """Rows of x that are finite on every head, those of other shards included."""
-  fine = jnp.isfinite(x).reshape(x.shape[0], -1)
-  if fine.shape[1] <= FEW:  # a reduction is a launch of its own on a GPU, and this a part of others
-    every = functools.reduce(jnp.logical_and, jnp.unstack(fine, axis=1))
-  else:
-    every = fine.all(1)
-  return at.sum_heads((~every).astype(jnp.int32)) == 0
 
 
 def _idle_rows(at: At, attended: Attended, new: Cache, old: Cache) -> Cache:

@@ -27,8 +27,8 @@ from kvjax.core.leaves import Layout, Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Stream, Traits
 from kvjax.families import forms, leaving, retrieval
-from kvjax.families.method import Aux, Method, finite_rows
-from kvjax.ops import decode, offload, prefill
+from kvjax.families.method import Aux, Method
+from kvjax.ops import decode, insertion, offload, prefill
 from kvjax.primitives import softmax_state
 
 
@@ -296,7 +296,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     if prompt.tokens == 1:
       cache = self._complete(at, cache, end, ok)
     if at.env.check_nan:
-      ok &= finite_rows(at, attended.state.o)
+      ok &= insertion.finite_rows(at, attended.state.o)
     most = prompt.tokens // self.block + 2
     cache, gone = leaving.evicted(self, at, cache, near, end, ok, most, attended.state.o)
     size, last = cache.size, end[:, None]
@@ -374,7 +374,7 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
       at, cache, near, q[:, :, :, None], last, dataclasses.replace(attended, state=one)
     )
     if not at.env.defers:
-      ok = finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
+      ok = insertion.finite_rows(at, attended.state.o if at.env.check_nan else attended.state.l)
       (cache,) = leaving.at_block_ends(self, [at], [cache], ok, attended.state.o)
     return cache, {"retrieved": retrieval.kept(cache)}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.core.cache import Cache
 from kvjax.core.context import At
@@ -22,6 +22,9 @@ declare("enter_codes", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 ENTER_PAGE = declare("enter_page", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("enter_shared", pallas="kvjax.kernels.insertion.enter_token:enter_token")
 declare("keep_rows", pallas="kvjax.kernels.insertion.keep_rows:keep")
+
+
+FEW = 64  # denominators of a row that are looked at one by one
 
 
 class Placement(enum.Enum):
@@ -163,6 +166,30 @@ def _statistics(
   return {n: put(x, cache.slots[n]) for n, x in of_new.items()}
 
 
+def finite_rows(at: At, x: Array, *, apart: bool = False) -> Bool[Array, " B"]:
+  """Rows of x that are finite on every head, those of other shards included.
+
+  `apart`: by comparisons, which become a part of what asks for the rows; a reduction is a launch of
+  its own on a GPU.
+  """
+  fine = jnp.isfinite(x).reshape(x.shape[0], -1)
+  if apart:
+    every = functools.reduce(jnp.logical_and, jnp.unstack(fine, axis=1))
+  else:
+    every = fine.all(1)
+  return at.sum_heads((~every).astype(jnp.int32)) == 0
+
+
+def counted_rows(at: At, attended: Attended, *changed: Array) -> Bool[Array, " B"]:
+  """`attended.counted`, to choose rows of these arrays by; of small ones each number asks anew."""
+  counted, live, l = attended.counted, attended.live, attended.state.l
+  assert counted is not None
+  few = l[0].size <= FEW and all(x.size <= l.size for x in changed)
+  if live is None or counted is live or at.env.head_axis or not few:
+    return counted
+  return live & finite_rows(at, l, apart=True)
+
+
 def keep_rows(
   at: At, attended: Attended, new: dict[Any, Any], old: dict[Any, Any]
 ) -> dict[Any, Any]:
@@ -171,7 +198,8 @@ def keep_rows(
   changed = [name for name, x in new.items() if x is not old[name]]
   plain = all(isinstance(new[name], jax.Array) for name in changed)
   if len(changed) < 2 or not plain or choose("keep_rows", at.env.impl) != "pallas":
-    return choose_rows(attended.counted, new, old)
+    ok = counted_rows(at, attended, *(new[name] for name in changed)) if plain else attended.counted
+    return choose_rows(ok, new, old)
   # It looks at the denominators itself, all but those of other devices' heads.
   live = attended.counted if at.env.head_axis else attended.live
   arrays = ([held[name] for name in changed] for held in (new, old))

@@ -116,7 +116,7 @@ ALONE += ["art", "snapkv", "pyramidkv", "streaming_llm, original", "longflow"]
 ALONE += ["quantised", "int8 over art", "art, known lengths", "art, in a prompt's order"]
 ALONE += ["art over snapkv", "art over pyramidkv", "art over streaming_llm"]
 # What comes after the last one, in a fusion: victims, and lengths, of rows that do not count stay.
-STAY = {"and", "eq", "is_finite", "not", "reduce_and", "select_n"}
+STAY = {"and", "eq", "is_finite", "not", "unstack", "select_n"}
 LAST = dict.fromkeys(("longflow", "art, known lengths", "art, in a prompt's order"), STAY)
 
 

@@ -10,6 +10,7 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At
 from kvjax.core.plan import Attended, Plan
 from kvjax.methods.longflow import contribution
+from kvjax.ops import insertion
 from kvjax.ops.table import declare, pallas
 
 declare("longflow_victim", pallas="kvjax.kernels.longflow.victim:victim")
@@ -59,6 +60,8 @@ def least_contributor(
   counted = attended.counted
   counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
   if (named := attended.noted(Named)) is not None:
+    if attended.counted is not None:
+      counted = insertion.counted_rows(at, attended, old)
     return jnp.where(counted[:, None], named.slot, old)
   # A kernel does not see the heads of other shards.
   alone = not per_layer or at.env.head_axis is None

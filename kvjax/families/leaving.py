@@ -43,7 +43,7 @@ def evicted(
   Returns:
     The cache, and the values of the blocks, zeros in those that stay.
   """
-  gone, count = cache.rows["gone"], leaving(method, cache, end, ok, most)
+  gone, count = cache.rows["gone"], _leaving(method, cache, end, ok, most)
   each = jnp.arange(most, dtype=jnp.int32)
   leaves = each < count[:, None]
   block = gone[:, None] + each
@@ -109,10 +109,10 @@ def at_block_ends(
       cache = method._complete(at, cache.put(heads=heads, rows=rows), cache.seen, ok)
       cache, _ = evicted(method, at, cache, cache.slots, cache.seen, ok, 1, after)
       cache = with_first(method, at, cache, after)
-      done.append((cache.heads, without_count(cache)))
+      done.append((cache.heads, _without_count(cache)))
     return offload.loose(done)
 
-  shelves = offload.loose([(cache.heads, without_count(cache)) for cache in caches])
+  shelves = offload.loose([(cache.heads, _without_count(cache)) for cache in caches])
   if len(places) == 1 and offload.on_host():
     due, shelves = ok, settle(shelves)
   else:
@@ -122,17 +122,17 @@ def at_block_ends(
   done = []
   for cache, (heads, rows) in zip(caches, shelves, strict=True):
     # Beside the condition, which copies numbers that it hands through.
-    gone = cache.rows["gone"] + leaving(method, cache, cache.seen, due, 1)
+    gone = cache.rows["gone"] + _leaving(method, cache, cache.seen, due, 1)
     done.append(cache.put(heads=heads, rows={**rows, "gone": gone}))
   return tuple(done)
 
 
-def without_count(cache: Cache) -> dict[str, Any]:
+def _without_count(cache: Cache) -> dict[str, Any]:
   """The rows of a cache but for the number of blocks that have left."""
   return {name: x for name, x in cache.rows.items() if name != "gone"}
 
 
-def leaving(
+def _leaving(
   method: Streamed, cache: Cache, end: Int[Array, " B"], ok: Bool[Array, " B"], most: int
 ) -> Int[Array, " B"]:
   """Number of blocks that leave, see `evicted`."""

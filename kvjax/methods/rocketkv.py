@@ -67,7 +67,7 @@ class RocketKV(Selective):
     return tiles.with_extremes(cache, start, tokens, page=self._page(cache.size))
 
   def _renewed(self, at: At, cache: Cache, *after: Array) -> Cache:
-    """As in `score`, which reads them renewed: the same once more is no second time."""
+    """Whatever comes first: `score` renews them too, and XLA runs what is equal once."""
     return super()._renewed(at, cache)
 
   def score(

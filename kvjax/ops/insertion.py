@@ -166,14 +166,14 @@ def _statistics(
   return {n: put(x, cache.slots[n]) for n, x in of_new.items()}
 
 
-def finite_rows(at: At, x: Array, *, apart: bool = False) -> Bool[Array, " B"]:
+def finite_rows(at: At, x: Array, *, one_by_one: bool = False) -> Bool[Array, " B"]:
   """Rows of x that are finite on every head, those of other shards included.
 
-  `apart`: by comparisons, which become a part of what asks for the rows; a reduction is a launch of
-  its own on a GPU.
+  `one_by_one`: by comparisons, which become a part of what asks for the rows; a reduction is a
+  launch of its own on a GPU.
   """
   fine = jnp.isfinite(x).reshape(x.shape[0], -1)
-  if apart:
+  if one_by_one:
     every = functools.reduce(jnp.logical_and, jnp.unstack(fine, axis=1))
   else:
     every = fine.all(1)
@@ -187,7 +187,7 @@ def counted_rows(at: At, attended: Attended, *changed: Array) -> Bool[Array, " B
   few = l[0].size <= FEW and all(x.size <= l.size for x in changed)
   if live is None or counted is live or at.env.head_axis or not few:
     return counted
-  return live & finite_rows(at, l, apart=True)
+  return live & finite_rows(at, l, one_by_one=True)
 
 
 def keep_rows(

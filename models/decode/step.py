@@ -2,10 +2,10 @@
 
 A token is chosen and predicts the next. A call is dispatched while the device runs earlier ones,
 and its launches are queued, so that the device does not wait while the host reads tokens. A loop
-on the device would need a predicate, for which the host has to wait at every step. Not so for
-methods that stream: their caches are some 20 arrays a layer, and before each call the host tells
-the device's graph where they are, launch by launch, while the device waits. So theirs is a loop, of
-as many steps as nobody looks at one by one.
+on the device needs a predicate, for which the host has to wait at every step. Methods that stream
+take less time so: their caches are some 20 arrays a layer, and before each call the host tells the
+device's graph where they are, launch by launch, while the device waits. So theirs is a loop, of as
+many steps as nobody looks at one by one.
 """
 
 from __future__ import annotations

@@ -77,10 +77,10 @@ def load(path: pathlib.Path, target: dict[str, jax.ShapeDtypeStruct]) -> dict[st
   return jax.tree.map(lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, read)
 
 
-class _Kept(np.ndarray):
+class _AsItIs(np.ndarray):
   """An array that Orbax takes as it is. It copies others before it writes them."""
 
-  def __deepcopy__(self, _: Any) -> _Kept:
+  def __deepcopy__(self, _: Any) -> _AsItIs:
     return self
 
 
@@ -109,7 +109,7 @@ class Saving:
       """A host's array would be written as it is then, not as it is now."""
       if not _on_host(x):
         return x
-      return (_of_numpy(x) if lent else _of_numpy(x).copy()).view(_Kept)
+      return (_of_numpy(x) if lent else _of_numpy(x).copy()).view(_AsItIs)
 
     arrays = {name: kept(x) for name, x in arrays.items()}
     self._path, self._held = path, contextlib.ExitStack()

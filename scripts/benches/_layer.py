@@ -50,12 +50,14 @@ def projected(spec: kvjax.CacheSpec) -> tuple[jax.Array, jax.Array]:
   return jax.random.normal(jax.random.key(0), shape, spec.dtype), jnp.ones(spec.batch, bool)
 
 
-def step_of(method: kvjax.Method, impl: str, layers: int, *, with_aux: bool = False) -> Callable:
-  """A decode step of the first layer: (cache, qkv, live) to the cache and the output.
+def step_of(
+  method: kvjax.Method, impl: str, layers: int, *, layer: int = 0, with_aux: bool = False
+) -> Callable:
+  """A decode step of a layer: (cache, qkv, live) to the cache and the output.
 
   With `with_aux` what the method tells of it stands beside the output.
   """
-  at = method.at(kvjax.Env(layers, kvjax.Rope(), impl=impl), 0)
+  at = method.at(kvjax.Env(layers, kvjax.Rope(), impl=impl), layer)
 
   def step(cache: Any, qkv: Any, live: Any) -> tuple[Any, Any]:
     q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]

@@ -25,6 +25,7 @@ import kvjax
 from kvjax.kernels.common import devices
 from kvjax.kernels.common.devices import Device
 from kvjax.programs import common
+from scripts.benches._layer import step_of
 
 SPEC = kvjax.CacheSpec(8, 8192, 8, 4, 128, 32, jnp.bfloat16)
 LAYER, BUDGET = 7, 1024
@@ -65,16 +66,12 @@ def methods() -> dict[str, kvjax.Method]:
 
 def program(method: kvjax.Method, device: Any, spec: kvjax.CacheSpec = SPEC) -> str:
   """XLA's scheduled program of a layer's decode step, the cache donated."""
-  at = method.at(kvjax.Env(spec.layers, kvjax.Rope(), impl="auto"), LAYER)
   here = jax.sharding.SingleDeviceSharding(device)
 
   def of(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=here)
 
-  def step(cache: Any, qkv: Any, live: Any) -> Any:
-    q, k, v = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
-    return method.decode_step(at, cache, q, k, v, live, kvjax.Carry())[:2]
-
+  step = step_of(method, "auto", spec.layers, layer=LAYER)
   cache = jax.eval_shape(functools.partial(kvjax.Cache.empty, method, spec, LAYER))
   cache = jax.tree.map(lambda x: of(x.shape, x.dtype), cache)
   qkv = of((spec.batch, spec.kv_heads, spec.groups + 2, spec.head_dim), spec.dtype)

@@ -60,9 +60,8 @@ def least_contributor(
   counted = attended.counted
   counted = jnp.ones_like(cache.seen, bool) if counted is None else counted
   if (named := attended.noted(Named)) is not None:
-    if attended.counted is not None:
-      counted = insertion.counted_rows(at, attended, old)
-    return jnp.where(counted[:, None], named.slot, old)
+    rows = counted if attended.counted is None else insertion.counted_rows(at, attended, old)
+    return jnp.where(rows[:, None], named.slot, old)
   # A kernel does not see the heads of other shards.
   alone = not per_layer or at.env.head_axis is None
   if alone and (run := pallas(at, "longflow_victim")):

@@ -17,7 +17,7 @@ from kvjax.families.method import Method
 from kvjax.models.decode import checks
 from kvjax.models.decode.prefill import joined, pad, prefill
 from kvjax.models.decode.sampling import Sampling
-from kvjax.models.decode.step import UNSOUND, Always, Device, Step, ends
+from kvjax.models.decode.step import FEW, UNSOUND, Always, Device, Step, ends
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat
@@ -28,7 +28,7 @@ from kvjax.runtime import arguments
 __all__ = ["Generation", "compile_ahead", "generate", "join", "pad", "prefill", "split"]
 
 GREEDY = Sampling()
-AHEAD = 2  # calls under way while the host reads one
+AHEAD = 2  # calls of a step under way while the host reads one
 FIRST = 2  # tokens returned first; then twice as many each time, up to a chunk
 
 
@@ -82,12 +82,14 @@ def generate(
   next; every token that is returned is therefore cached, and a row that stopped is idle from then
   on. Decoding ends early when all rows have stopped.
 
-  The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each: of up to
-  64 where methods stream on a GPU and no stop string is looked for, or up to `chunk` where tokens
-  are handed over. Stop strings are found by the host: two tokens that are not returned, or fewer
-  at the end of the steps, enter the row's cache and its `last`. If that matters (for a conversation
-  that continues), use `chunk=1`: no further tokens enter, but the device waits for the host at
-  every token.
+  The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each. Where
+  methods stream on a GPU and no stop string is looked for, a call is of up to 64 steps, or of up
+  to `chunk` where tokens are handed over; where models below 8 GB decode on a GPU and nothing of a
+  token is looked at but stop tokens, of four. Then one call is under way while another is read.
+
+  Stop strings are found by the host: two tokens that are not returned, or fewer at the end of the
+  steps, enter the row's cache and its `last`. If that matters (for a conversation that continues),
+  use `chunk=1`: no further tokens enter, but the device waits for the host at every token.
 
   A model with random weights, whose tokens mean nothing:
 
@@ -165,13 +167,15 @@ def generate(
 
   always = Always(ends(stop), rows, sampling.knobs(vocab), np.uint32(seed))
   kind = method, sampling.greedy, return_logprobs
-  device = Device(model, kind, logits, caches, live, always, forced)
-  host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
-  ahead = steps if not host.looks else AHEAD if chunk > 1 else 0
-  under_way: collections.deque[Step] = collections.deque()
-  most = 1 if return_logits or stop_strings else device.most
   shown = on_chunk is not None or on_text is not None
+  alone = return_logits or bool(stop_strings)
+  unseen = not (shown or alone) and chunk > 1 and steps >= 4 * FEW
+  device = Device(model, kind, logits, caches, live, always, forced, unseen)
+  host = _Host(live, stop, forced, tokenizer, stop_strings, chunk, on_chunk, on_text)
+  under_way: collections.deque[Step] = collections.deque()
+  most = 1 if alone else device.most
   most = min(most, chunk) if shown or chunk == 1 else most
+  ahead = steps if not host.looks else -(-AHEAD // most) if chunk > 1 else 0
   used, left, count = _Pieces(), steps, 1 if shown else most
 
   while left:
@@ -206,7 +210,8 @@ def compile_ahead(
   """Begins to compile the step of `generate` in a thread, to be called before the prompt is read.
 
   The first step waits for it. Nothing where the program is there, or where `generate` runs one for
-  each layer, or in several processes.
+  each layer, or in several processes. It is the step of a generation that is looked at as it comes;
+  another program may take several steps at once.
 
   Args:
     model, method: as `generate` takes them.

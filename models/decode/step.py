@@ -30,7 +30,9 @@ from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
-SOME = 64  # steps of a call, at most, where it is a loop
+SOME = 64  # steps of a call, at most, under methods that stream
+FEW = 4  # of a call of a quick model, under others
+QUICK = 8e9  # bytes of weights of one, at most: its steps may be shorter than the host's part
 UNSOUND = -2  # in the place of a token after which the row's logits are not finite
 
 
@@ -86,14 +88,18 @@ def decode_some(
   always: Always,
   count: Int[Array, ""],
 ) -> Any:
-  """The first `count` of N times `decode`, in a loop that ends where no row is live.
+  """The first `count` of N times `decode`, in a loop on the device.
+
+  Under methods that stream it ends where no row is live, for which the host waits at every step.
+  Under others it takes N steps, after the first `count` of them without a row, and nobody waits.
 
   Returns:
-    As `decode`, with tokens [N, B] and log-probabilities [N, B]: −1 and 0 where no step was.
+    As `decode`, with tokens [N, B] and log-probabilities [N, B]: −1 and any where no step was.
   """
   model = flat.join(form, leaves)
   tokens = jnp.full_like(want, -1)
   logprobs = jnp.zeros(want.shape, jnp.float32) if keep_logprobs else None
+  streams = method.traits.stream is not None
 
   def goes_on(held: Any) -> Array:
     i, _, _, live, *_ = held
@@ -102,15 +108,20 @@ def decode_some(
   def step(held: Any) -> Any:
     i, caches, logits, live, tokens, logprobs = held
     token = _chosen(greedy, logits, caches[0].seen, want[i], always)
-    new, caches = model.decode(token, caches, method, live)
-    taken = _taken(keep_logprobs, logits, live, token, want[i], new, always)
-    logits, live, token, logprob = taken
+    here = live if streams else live & (i < count)
+    new, caches = model.decode(token, caches, method, here)
+    taken = _taken(keep_logprobs, logits, here, token, want[i], new, always)
+    logits, after, token, logprob = taken
+    live = after if streams else jnp.where(i < count, after, live)
     tokens = tokens.at[i].set(token)
     logprobs = None if logprobs is None else logprobs.at[i].set(logprob)
     return i + 1, offload.loose(caches), logits, live, tokens, logprobs
 
   held = jnp.int32(0), offload.loose(caches), logits, live, tokens, logprobs
-  _, caches, *made = jax.lax.while_loop(goes_on, step, held)
+  if streams:
+    _, caches, *made = jax.lax.while_loop(goes_on, step, held)
+  else:
+    _, caches, *made = jax.lax.fori_loop(0, len(want), lambda _, held: step(held), held)
   return offload.settled(caches), *made
 
 
@@ -208,7 +219,13 @@ class Device:
     live: np.ndarray,
     always: Always,
     forced: np.ndarray | None,
+    unseen: bool = False,
   ):
+    """Puts everything where steps take it.
+
+    `unseen`: nobody looks at a token before the next three, so that a call may take them all, and
+    the last one steps that nobody asked for.
+    """
     by_layer.bound_programs()
     self.model = model
     mesh, self.logits = model.mesh, jnp.asarray(logits, jnp.float32)
@@ -220,9 +237,10 @@ class Device:
     self.caches, self.logits = caches, self._put(self.logits)
     self._live, self._always = self._put(live), self._put(always)
     self._by_layer, self._checked = by_layer.decodes(model, kind[0]), model.env.check_nan
-    loops = kind[0].traits.stream is not None and not self._by_layer and not self._checked
-    self.most = SOME if loops else 1
-    shape = (SOME, len(live)) if loops else (len(live),)
+    whole = not self._by_layer and not self._checked
+    self.most = _most(model, kind[0], unseen) if whole else 1
+    loops = self.most > 1
+    shape = (self.most, len(live)) if loops else (len(live),)
     self._free, self._forced = self._put(np.full(shape, -1, np.int32)), forced
     if self._by_layer:
       self._run: functools.partial[Any] = functools.partial(decode_by_layer, ByLayer(model), *kind)
@@ -304,6 +322,18 @@ class Device:
     new = np.bool_(True), Always(stop, np.int32(number), knobs, None)
     self.logits, self._live, always = _entered(held, at, logits, of, new)
     self._always = always._replace(seed=seed)
+
+
+def _most(model: Transformer, method: Method, unseen: bool) -> int:
+  """Steps of a call, at most."""
+  if method.traits.stream is not None:
+    return SOME
+  return FEW if unseen and quick(model) else 1
+
+
+def quick(model: Transformer) -> bool:
+  """True where a step may take a GPU less time than a call takes the host."""
+  return jax.default_backend() == "gpu" and sum(x.nbytes for x in flat.split(model)[1]) < QUICK
 
 
 @flat.own

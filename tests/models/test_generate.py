@@ -234,25 +234,31 @@ def test_steps_are_under_way_while_the_host_reads(monkeypatch):
   assert told == ["step"] * 6 + ["read"] * 6
 
 
+SOME_STEPS = [
+  ({"return_logprobs": True}, [8, 8, 5], [4, 4, 4, 4, 4, 1]),
+  ({"sampling": Sampling(1.0), "seed": 3, "live": [True, False]}, [8, 8, 5], [4, 4, 4, 4, 4, 1]),
+  ({"forced": np.arange(42).reshape(2, 21) % 9 - 1}, [8, 8, 5], [4, 4, 4, 4, 4, 1]),
+  ({"stop": [*range(20), 33]}, None, None),
+  ({"chunk": 6, "on_chunk": lambda _: None}, [1, 2, 4, 6, 6, 2], [1] * 21),
+  ({"return_logits": True}, [1] * 21, [1] * 21),
+  ({"chunk": 1, "on_chunk": lambda _: None}, [1] * 21, [1] * 21),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.rest
 @pytest.mark.parametrize(
-  ("how", "counts"),
-  [
-    ({"return_logprobs": True}, [8, 8, 5]),
-    ({"sampling": Sampling(temperature=1.0), "seed": 3, "live": [True, False]}, [8, 8, 5]),
-    ({"forced": np.arange(42).reshape(2, 21) % 9 - 1}, [8, 8, 5]),
-    ({"stop": [*range(20), 33]}, None),
-    ({"chunk": 6, "on_chunk": lambda _: None}, [1, 2, 4, 6, 6, 2]),
-    ({"return_logits": True}, [1] * 21),
-    ({"chunk": 1, "on_chunk": lambda _: None}, [1] * 21),
-  ],
+  ("name", "how", "counts"),
+  [("InfLLM", how, counts) for how, counts, _ in SOME_STEPS]
+  + [(name, how, n) for name in ("SnapKV", "Quest", "LongFlow") for how, _, n in SOME_STEPS[:4]]
+  + [("SnapKV", how, counts) for how, _, counts in SOME_STEPS[4:]],
 )
-def test_some_steps_a_call_are_those_steps(monkeypatch, how, counts):
-  """Of a method that streams, as on a GPU: a loop on the device, beside programs of a layer."""
-  method, made = kvjax.settings.example(kvjax.InfLLM, 16), []
+def test_some_steps_a_call_are_those_steps(monkeypatch, name, how, counts):
+  """As on a GPU: a loop on the device, beside a step a call (programs of a layer, of a stream)."""
+  method, made = kvjax.settings.example(getattr(kvjax, name), 16), []
   want, theirs = run(method, steps=21, **how)
   monkeypatch.setattr(by_layer, "decodes", lambda *_: False)
+  monkeypatch.setattr(device, "quick", lambda _: True)
   monkeypatch.setattr(device, "SOME", 8)
   step = loop.Device.step
   monkeypatch.setattr(loop.Device, "step", lambda self, n: made.append(n) or step(self, n))
@@ -261,7 +267,15 @@ def test_some_steps_a_call_are_those_steps(monkeypatch, how, counts):
   chex.assert_trees_all_close((out.logprobs, out.logits), (want.logprobs, want.logits), atol=CLOSE)
   chex.assert_trees_all_close((mine, out.last), (theirs, want.last), atol=CLOSE)
   assert made == (counts or made)
-  assert counts is not None or 2 < out.lengths.max() < 21
+  assert counts is not None or out.lengths.min() < 21
+
+
+def test_only_small_models_on_a_gpu_take_several_steps_a_call(monkeypatch):
+  assert not device.quick(model())
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert device.quick(model())
+  monkeypatch.setattr(device, "QUICK", 1e3)
+  assert not device.quick(model())
 
 
 def test_forced_tokens():

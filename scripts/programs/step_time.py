@@ -15,7 +15,7 @@ import numpy as np
 from kvjax.kernels.common.devices import Device
 from kvjax.models.decode.step_bytes import StepBytes
 
-LAYER, CHOICE, WALK, STREAMED = 28.5e-6, 11.9e-6, 79.0e-6, 35.9e-6  # seconds
+LAYER, CHOICE, WALK, STREAMED = 28.5e-6, 11.9e-6, 79.0e-6, 36.6e-6  # seconds
 ROWS = 8  # the largest batch of the cells
 FETCHED = 0.73  # of the host link's bandwidth, by blocks fetched from there: `bench_offload.json`
 # Of a further walk where a guess mostly hits: PRR over Quest after real text, a layer that chooses

@@ -55,9 +55,10 @@ class Keeper:
       raise NotImplementedError(f"--keep: found {jax.process_count()} processes, expected one")
     weights, tokens = origin.weights(model), np.array(ids, np.int32)
     if (self.folder / CACHES).exists():
+      before = self._prompt(weights)  # first: the caches may be gigabytes
       stream = PromptStream.restore(self.folder / CACHES, model, method, spec, **how)
       self.saved = int(stream.seen[0])
-      self._check(weights, tokens, extends=how["chunk"] is None)
+      self._check(before, tokens, extends=how["chunk"] is None)
     else:
       stream = PromptStream(model, method, spec, **how)
     self.folder.mkdir(parents=True, exist_ok=True)
@@ -65,13 +66,17 @@ class Keeper:
       np.savez(file, weights=np.array(weights), tokens=tokens)
     return stream
 
-  def _check(self, weights: str, tokens: np.ndarray, *, extends: bool) -> None:
-    """Raises unless the prompt begins with what was read, and is the same where it may not grow."""
+  def _prompt(self, weights: str) -> np.ndarray:
+    """The prompt's tokens that the folder has; raises unless the model has these weights."""
     path = self.folder / PROMPT
     with files.whole(path, "the prompt of caches that --keep saved"), np.load(path) as kept:
       others, before = str(kept["weights"]), kept["tokens"]
     if others != weights:
       raise ValueError(f"--keep: found caches of another model in {self.folder}, expected its own")
+    return before
+
+  def _check(self, before: np.ndarray, tokens: np.ndarray, *, extends: bool) -> None:
+    """Raises unless the prompt begins with what was read, and is the same where it may not grow."""
     count = self.saved if extends else None
     if len(tokens) <= self.saved or not np.array_equal(before[:count], tokens[:count]):
       raise ValueError(

@@ -146,6 +146,10 @@ def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_pat
   assert "".join(shown) == whole
   with pytest.raises(ValueError, match=r"found [1-9]\d* tokens of another"):
     generate.main(dataclasses.replace(args, prompt="b" + text))
+  monkeypatch.setattr(keep.origin, "weights", lambda _: "others")
+  monkeypatch.setattr(keep.PromptStream, "restore", None)  # no cache is read for that
+  with pytest.raises(ValueError, match="found caches of another model in .*kept"):
+    generate.main(args)
 
 
 # ---- a file of prompts: each is answered as alone, and a bad one ends alone

@@ -271,7 +271,7 @@ PROMPTS = {
 }
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prompt_kernels_agree_with_the_reference(name):
   """A ragged prompt and a further turn: outputs, and what stays in the cache."""

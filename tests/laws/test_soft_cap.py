@@ -18,8 +18,8 @@ LENGTHS, STEPS = [22, 9], 3
 CLOSE = {"rtol": 0, "atol": 2e-5}  # of a layer in float32, sums in another order
 REFUSED = "expected_attention"  # has no closed form
 METHODS = [name for name in kvjax.METHODS if name != REFUSED]
-# What the core asks: a selection and a walk; kernels over tables (over spans by hand).
-NEUTRAL, KERNELS = {"quest", "art"}, {"quest"}
+# What the core asks of kernels: tables; spans are tried by hand.
+KERNELS = {"quest"}
 
 
 def outputs(name, method=None, **how):
@@ -44,9 +44,9 @@ def slow_unless(names, swept=()):
   return [pytest.param(x, marks=marks[x]) for x in METHODS]
 
 
-@pytest.mark.core(1)
+@pytest.mark.slow
 @pytest.mark.kin
-@pytest.mark.parametrize("name", slow_unless(NEUTRAL))
+@pytest.mark.parametrize("name", METHODS)
 def test_neutral_setting_equals_full(name):
   got = outputs(name, CASES[name].neutral, soft_cap=CAP)
   for out, want in zip(got, outputs("full", soft_cap=CAP), strict=True):

@@ -213,6 +213,7 @@ def test_bytes_are_those_of_the_budgets():
   assert rounded[0].size == 6 * 64 + 3  # half a slot a head, at most
 
 
+@pytest.mark.slow
 def test_pools_of_heads():
   """Two pools of two heads give what two layers of two heads give."""
   stream = skewed(6, kv_heads=4)

@@ -184,6 +184,7 @@ def test_instructions_are_the_authors():
   assert Instructions.of(Words(None)).suffix == ()
 
 
+@pytest.mark.slow
 def test_what_a_chat_puts_before_a_text_stays_and_is_not_repeated():
   """As with as many sinks."""
   opened = dataclasses.replace(ASK, opening=5)

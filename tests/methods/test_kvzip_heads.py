@@ -112,7 +112,8 @@ def test_read_has_all_heads_compete():
     reconstruct.read(model(), CONTEXT, LENGTHS, spread.base, ASK, **asked)
 
 
-@pytest.mark.parametrize("tile", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tile", [4, 1])
 def test_all_heads_compete(tile):
   """Of each row the best L·K·9; a layer's size is that of the row with most, in tiles."""
   method, _, caches = over_layers(tile)

@@ -51,6 +51,7 @@ def test_a_generation(group, budget, page):
   check(Quest(budget, page, group), stream, [19, 4], 36, oracle(stream, budget, page, group))
 
 
+@pytest.mark.core(1)
 @pytest.mark.parametrize(("extremes", "how"), [("exact", {}), ("int8", {"outward": outward})])
 def test_a_second_turn_and_idle_rows(extremes, how):
   """Bounds stay true over a turn that starts inside a page, and over steps of one row only."""

@@ -45,10 +45,9 @@ def _neutral(cls, length):
 
 settings.register(OverSnapKV, example=_example, neutral=_neutral)
 
-CORE = ("tight_setting_has_an_effect", "kept_positions")
+CORE = ("kept_positions",)
 
 
-@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "law", [pytest.param(law, marks=[pytest.mark.slow] * (law not in CORE)) for law in LAWS]
 )

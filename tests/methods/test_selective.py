@@ -161,6 +161,7 @@ def test_dense_layers_and_short_rows_read_everything():
     assert (full.all(1) == everything).all(), method
 
 
+@pytest.mark.slow
 def test_ratio_widens_what_is_scored():
   stream = Stream.random(2, tokens=60)
   method = FirstChannel(picks=2)

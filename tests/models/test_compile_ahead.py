@@ -93,6 +93,7 @@ def test_a_batcher_compiles_with_its_first_request():
   assert threads == [background.THREAD]
 
 
+@pytest.mark.slow
 def test_what_fails_ahead_fails_where_it_is_called(monkeypatch):
   """The thread says nothing; the step raises."""
 

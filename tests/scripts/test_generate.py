@@ -148,7 +148,7 @@ def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_pat
     generate.main(dataclasses.replace(args, prompt="b" + text))
   monkeypatch.setattr(keep.origin, "weights", lambda _: "others")
   monkeypatch.setattr(keep.PromptStream, "restore", None)  # no cache is read for that
-  with pytest.raises(ValueError, match="found caches of another model in .*kept"):
+  with pytest.raises(ValueError, match=r"found caches of another model in .*kept"):
     generate.main(args)
 
 

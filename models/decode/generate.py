@@ -82,10 +82,10 @@ def generate(
   next; every token that is returned is therefore cached, and a row that stopped is idle from then
   on. Decoding ends early when all rows have stopped.
 
-  The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each. Where
-  methods stream on a GPU and no stop string is looked for, a call is of up to 64 steps, or of up
-  to `chunk` where tokens are handed over; where models below 8 GB decode on a GPU and nothing of a
-  token is looked at but stop tokens, of four. Then one call is under way while another is read.
+  The host reads tokens while the next `AHEAD` = 2 calls are under way, of a step each. On a GPU a
+  call takes more steps, and one is under way, where neither stop strings nor logits are asked for:
+  up to 64 under methods that stream, or up to `chunk` where tokens are handed over; four of other
+  models below 8 GB, if no tokens are handed over.
 
   Stop strings are found by the host: two tokens that are not returned, or fewer at the end of the
   steps, enter the row's cache and its `last`. If that matters (for a conversation that continues),

@@ -94,7 +94,8 @@ def decode_some(
   Under others it takes N steps, after the first `count` of them without a row, and nobody waits.
 
   Returns:
-    As `decode`, with tokens [N, B] and log-probabilities [N, B]: −1 and any where no step was.
+    As `decode`, with tokens [N, B] and log-probabilities [N, B]; where no step was, −1 and any
+    number.
   """
   model = flat.join(form, leaves)
   tokens = jnp.full_like(want, -1)

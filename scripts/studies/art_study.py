@@ -24,14 +24,11 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-import matplotlib.ticker
 import numpy as np
 import tyro
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 from kvjax.analysis import early_stops
 from kvjax.methods.art import known
@@ -61,7 +58,7 @@ class Args:
   """Recordings of other texts, of every position: with these, what groups read step after step at
   a mean error of 1 %, the τ of each test fitted on them."""
   out: pathlib.Path = pathlib.Path("scripts/results/art_study")
-  """Folder for tables.txt, study.json and the pictures; made if need be."""
+  """Folder of the tables and of the numbers; made if need be."""
 
 
 ORDERS = {"newest": "newest tile first", "sinks": "first tile, then newest first"}
@@ -566,60 +563,6 @@ def steps_table(found: dict[str, Any], about: str) -> str:
   return "\n".join([about, *sheets.tables(rows)]) + "\n"
 
 
-def convergence(found: dict[str, Any]) -> Figure:
-  """Fig. 4: error of the newest tiles alone by the share that is loaded, by layer."""
-  figure = Figure(figsize=(6.4, 4), dpi=130, layout="constrained")
-  axes = figure.subplots()
-  layers = sorted(found["curves"], key=int)
-  named = layers if len(layers) <= 6 else (layers[0], layers[-1])
-  for i, layer in enumerate(layers):
-    colour = colormaps["viridis"](i / max(len(layers) - 1, 1) * 0.9)
-    label = f"median of layer {layer}" if layer in named else None
-    axes.plot(LOADED, found["curves"][layer][0], color=colour, linewidth=1, label=label)
-  axes.plot(
-    LOADED,
-    np.median([found["curves"][layer][1] for layer in layers], 0),
-    color="black",
-    linestyle="--",
-    label="90 % of the walks, median layer",
-  )
-  axes.set_xlabel(f"share of the keys loaded, {found['order']}")
-  axes.set_ylabel("relative error of the output")
-  axes.set_xlim(0, 1)
-  axes.set_ylim(0)
-  axes.legend(frameon=False)
-  return figure
-
-
-def sensitivity(found: dict[str, Any]) -> Figure:
-  """Figs. 6 and 7: share visited and error by τ, φ and p; of each only one changes."""
-  figure = Figure(figsize=(9, 3.2), dpi=130, layout="constrained")
-  panels = figure.subplots(1, 3, sharey=True)
-  sweeps: tuple[tuple[str, tuple, Callable[[Any], str]], ...] = (
-    ("τ", TAUS, lambda x: f"tau {x:g}"),
-    ("φ, at τ = 0.01", PHIS, lambda x: f"phi {x:g} at tau 0.01"),
-    ("p, at τ = 0.01", PATIENCES, lambda x: f"p {x} at tau 0.01"),
-  )
-  for i, (axes, (label, values, name)) in enumerate(zip(panels, sweeps, strict=True)):
-    costs = [found["costs"][name(value)] for value in values]
-    axes.plot(values, [c["visited"] for c in costs], "o-", color="tab:blue")
-    axes.set_xscale("log")
-    axes.set_xlabel(label)
-    axes.set_ylim(0, 1.03)
-    if label.startswith("p"):
-      axes.set_xticks(values, [str(p) for p in values])
-      axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
-    right = axes.twinx()
-    right.plot(values, [c["error"] for c in costs], "s--", color="tab:red")
-    right.set_ylim(0, 1.1 * max(c["error"] for c in found["costs"].values() if c) or 1)
-    if i == 2:
-      right.set_ylabel("mean relative error (squares)", color="tab:red")
-    else:
-      right.set_yticklabels([])
-  panels[0].set_ylabel("share of tiles visited (dots)", color="tab:blue")
-  return figure
-
-
 def _plain(x: Any) -> Any:
   """x with null for NaN, which JSON does not know."""
   if isinstance(x, dict):
@@ -670,8 +613,6 @@ def main(args: Args) -> None:
     text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"
     sheets.write(stem.with_suffix(".txt"), text)
     sheets.write(stem.with_suffix(".json"), _plain({"about": about, **found}))
-    for name, draw in {"convergence": convergence, "sensitivity": sensitivity}.items():
-      sheets.write(stem.with_name(f"{stem.name}_{name}.png"), draw(found))
     print(text)
 
 

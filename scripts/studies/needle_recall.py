@@ -12,8 +12,7 @@ everything: it is left out where a text is longer than what the model was traine
 see no distance beyond their window. An answer that fails is kept with its error, and is wrong.
 
 In the folder: needles.json, to which each answer is added as it comes (a further run resumes
-there), needles.txt, the tables; recall.png, recall by layer and step, right and wrong answers apart
-(Fig. 2 of Ltri-LLM); ablation.png (Fig. 10).
+there), and needles.txt, the tables.
 """
 
 import dataclasses
@@ -26,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.families import retrieval
@@ -69,7 +67,7 @@ class Args(Sizes):
   """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
 
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
-  """Folder of numbers and pictures."""
+  """Folder of the answers and tables."""
   heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None
   """Retrieval heads that `kvjax retrieval-heads` found; all heads together by default. They are
   refused where they were found on these needles."""
@@ -256,42 +254,6 @@ def layers_table(found: dict[str, list[dict[str, Any]]], methods: dict[str, kvja
   return console.table(("layer", *retrieved), rows, left=())
 
 
-def draw_recall(found: dict[str, list[dict[str, Any]]]) -> Figure:
-  """Recall by layer (rows) and step (columns); right and wrong answers of a method side by side."""
-  retrieved = that_retrieved(found)
-  figure = Figure(figsize=(7, 2.2 * len(retrieved)), dpi=110, layout="constrained")
-  axes = figure.subplots(len(retrieved), 2, squeeze=False)
-  for line, (name, answers) in zip(axes, retrieved.items(), strict=True):
-    for axis, right in zip(line, (True, False), strict=True):
-      part = [a for a in answers if a["right"] == right]
-      axis.set_title(f"{name}: {'right' if right else 'wrong'}, n = {len(part)}", fontsize=9)
-      if not part:
-        axis.axis("off")
-        continue
-      image = axis.imshow(mean_recall(part).T, vmin=0, vmax=1, aspect="auto", origin="lower")
-      axis.set(xlabel="step", ylabel="layer")
-  figure.colorbar(image, ax=axes, label="needle recall")
-  return figure
-
-
-def draw_ablation(found: dict[str, list[dict[str, Any]]]) -> Figure:
-  """Right answers and mean recall of Ltri-LLM, with parts left out or in other ways."""
-  retrieved = that_retrieved(found)
-  names = [name for name in retrieved if name.startswith("ltri")]
-  place = np.arange(len(names))
-  right = [np.mean([a["right"] for a in found[name]]) for name in names]
-  recall = [mean_recall(retrieved[name]).mean() for name in names]
-  figure = Figure(figsize=(7, 3), dpi=110, layout="constrained")
-  axis = figure.subplots()
-  axis.bar(place - 0.2, right, 0.4, label="right answers")
-  axis.bar(place + 0.2, recall, 0.4, label="needle recall, all layers")
-  labels = [f"{name}\nn = {len(found[name])}" for name in names]
-  axis.set_xticks(place, labels, fontsize=8)
-  axis.set_ylim(0, 1)
-  axis.legend(fontsize=8)
-  return figure
-
-
 def main(args: Args) -> None:
   common.check_numbers(args, **LEAST, samples=1, first=0, length=1, batch=1)
   methods = contestants(args)
@@ -333,10 +295,6 @@ def main(args: Args) -> None:
       if that_retrieved(found):
         text += "\n\n" + layers_table(found, methods)
       sheets.write(args.out / "needles.txt", text)
-  if that_retrieved(found):
-    sheets.write(args.out / "recall.png", draw_recall(found))
-  if any(name.startswith("ltri") for name in that_retrieved(found)):
-    sheets.write(args.out / "ablation.png", draw_ablation(found))
   print(text)
 
 

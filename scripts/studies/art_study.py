@@ -9,17 +9,10 @@ each detector where it would have stopped. Remakes the convergence curve (Fig. 4
 (Tab. 3), the sensitivity to τ, φ and p (Figs. 6 and 7), the agreement of probe and oracle (Tab. 4),
 and how Theorems 1 and 2 compare with the error, in terms of the output and not of task scores.
 Queries whose newest tile is not whole are left out.
-
-    kvjax record a.npz --layers 0 3 … --length 8192 --stride 1 --start …
-    kvjax art-study a.npz --fit b.npz
-
-asks what groups read at a mean error of 1 %, step after step, by either test and in three orders;
-and what known lengths add. The τ of each is the largest that keeps to this error on the other text.
 """
 
 import collections
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -31,7 +24,6 @@ import numpy as np
 import tyro
 
 from kvjax.analysis import early_stops
-from kvjax.methods.art import known
 from kvjax.programs import common
 from scripts.studies import sheets
 
@@ -54,9 +46,6 @@ class Args:
   """Keys per tile of the walk."""
   least: int = 8
   """Tiles that a query must see at least to be counted."""
-  fit: tuple[pathlib.Path, ...] = ()
-  """Recordings of other texts, of every position: with these, what groups read step after step at
-  a mean error of 1 %, the τ of each test fitted on them."""
   out: pathlib.Path = pathlib.Path("scripts/results/art_study")
   """Folder of the tables and of the numbers; made if need be."""
 
@@ -77,9 +66,9 @@ def walks(
   if not able.any():
     return
   tokens = tokens[able]
-  for layer in _layers(arrays):
+  for layer in sorted(int(name[5:-2]) for name in arrays if name.endswith("/q")):
     q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
-    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile, tokens.max())
+    part, mass = _of_tiles(q[:, :, able], k, v, tokens, tile)
     length = np.linalg.norm(v, axis=-1)
     for i, seen in enumerate(tokens.tolist()):
       # The order within a tile is all one.
@@ -90,19 +79,16 @@ def walks(
       yield layer, seen, early_stops.over_tiles(part[:, :, i, index], mass[:, :, i, index], longest)
 
 
-def _layers(arrays: dict[str, np.ndarray]) -> list[int]:
-  return sorted(int(name[5:].split("/")[0]) for name in arrays if name.endswith("/q"))
-
-
 def _of_tiles(
-  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int, end: int
+  q: np.ndarray, k: np.ndarray, v: np.ndarray, tokens: np.ndarray, tile: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Operands of `early_stops.over_tiles`, of every tile, [K, G, A, T, H] and [K, G, A, T].
 
-  Queries [K, G, A, H] share the tiles of the first `end` keys and values [K, S, H], of which each
-  sees the first `tokens` [A].
+  Queries [K, G, A, H] share the tiles of keys and values [K, S, H], of which each sees the first
+  `tokens` [A].
   """
   heads, groups, count, size = q.shape
+  end = tokens.max()
   logits = q.reshape(heads, -1, size) @ np.swapaxes(k[:, :end], 1, 2) / np.sqrt(size)
   logits = logits.reshape(heads, groups, count, end)
   logits = np.where(np.arange(end) < tokens[:, None], logits, -np.inf)
@@ -330,216 +316,6 @@ def _bounds(found: list[early_stops.Truncation]) -> dict[str, float | int]:
   }
 
 
-# ---- step after step
-
-
-ERROR = 0.01  # mean, of each fitted τ
-ENDS, STEPS = (4544, 8128), 64  # tokens at the last of so many steps
-WINDOW = 32  # queries before the first step whose mass begins an order, as SnapKV's
-DECAY = 0.5  # of a tile's mass from step to step, in an order by it
-TAU_RANGE, SEARCH = (1e-6, 0.3), 8
-EVERY = 32  # steps between walks of everything, in such an order
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-  """A way to walk: its order, its test, and the margin of known lengths, if any."""
-
-  order: str
-  relative: bool
-  margin: int | None = None
-
-
-@dataclasses.dataclass
-class Reads:
-  """Tiles that groups read, step by step, and the errors of their query heads.
-
-  Attributes:
-    share: of the tiles, [K] of each step and layer.
-    errors: [K, G].
-    longer: whether a walk read everything beyond its known length.
-  """
-
-  share: list[np.ndarray] = dataclasses.field(default_factory=list)
-  errors: list[np.ndarray] = dataclasses.field(default_factory=list)
-  longer: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-  def summary(self) -> dict[str, float]:
-    share, errors, longer = (np.array(x) for x in (self.share, self.errors, self.longer))
-    return {
-      "read": float(share.mean()),
-      "error": float(errors.mean()),
-      "error_p99": float(np.quantile(errors, 0.99)),
-      "longer": float(longer.mean()),
-    }
-
-
-RULES = {
-  "the paper's test, newest first": Rule("newest", False),
-  "the paper's test, first tile first": Rule("sinks", False),
-  "relative test, newest first": Rule("newest", True),
-  "relative test, first tile first": Rule("sinks", True),
-  "the paper's test, by mass": Rule("mass", False),
-  "relative test, by mass": Rule("mass", True),
-  "relative test, by this step's mass": Rule("oracle", True),
-}
-MARGINS = 2, 4, 8
-RULES |= {f"the same, known lengths, margin {m}": Rule("sinks", True, m) for m in MARGINS}
-
-
-@dataclasses.dataclass(frozen=True)
-class Segment:
-  """Consecutive steps of a layer: operands of `over_tiles` in order of position, [K, G, A, T, …],
-  tokens seen [A], and the mass of each tile for the queries before, [K, T].
-  """
-
-  part: np.ndarray
-  mass: np.ndarray
-  tokens: np.ndarray
-  begun: np.ndarray
-
-
-def segments(arrays: dict[str, np.ndarray], tile: int) -> Iterator[Segment]:
-  """`STEPS` steps up to each of `ENDS` tokens, of every layer.
-
-  Raises:
-    ValueError: a position was not recorded.
-  """
-  held = (arrays["positions"] + 1).tolist()
-  for layer, end in itertools.product(_layers(arrays), ENDS):
-    tokens = np.arange(end - STEPS - WINDOW, end) + 1
-    if not set(tokens.tolist()) <= set(held):
-      raise ValueError(f"recording: found no query of each of {tokens[0]} to {end} tokens")
-    at = slice(held.index(int(tokens[0])), held.index(end) + 1)
-    q, k, v = (np.float64(arrays[f"layer{layer}/{name}"]) for name in "qkv")
-    whole = -(-end // tile) * tile
-    part, mass = _of_tiles(q[:, :, at], k[:, :whole], v[:, :whole], tokens, tile, whole)
-    share = mass / mass.sum(-1, keepdims=True)
-    begun = share[:, :, :WINDOW].mean(2).max(1)
-    yield Segment(part[:, :, WINDOW:], mass[:, :, WINDOW:], tokens[WINDOW:], begun)
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-  """A walk to its end: the `movements` of groups [K, T], and what each query head is off at every
-  tile, [K, G, T]; tiles in visiting order [K, T] and their mass [K, G, T].
-  """
-
-  scale: np.ndarray
-  turn: np.ndarray
-  errors: np.ndarray
-  index: np.ndarray
-  mass: np.ndarray
-
-
-def step_of(segment: Segment, i: int, tile: int, rule: Rule, score: np.ndarray) -> Step:
-  """The walk of step i, in an order by `score` where the rule has one."""
-  count = -(-int(segment.tokens[i]) // tile)
-  mass = segment.mass[:, :, i]
-  share = mass / mass.sum(-1, keepdims=True)
-  index = _ordered(rule.order, count, score, share.max(1))
-  part = np.take_along_axis(segment.part[:, :, i], index[:, None, :, None], 2)
-  mass = np.take_along_axis(mass, index[:, None], 2)
-  o = early_stops.over_tiles(part, mass, np.ones(mass.shape[:-1])).o
-  moved = early_stops.movements(early_stops.probe(o), rule.relative)
-  scale, turn = (x[:, 0] for x in early_stops.of_group(*moved))
-  last = o[:, :, -1:]
-  errors = np.linalg.norm(o - last, axis=-1) / np.linalg.norm(last, axis=-1)
-  return Step(scale, turn, errors, index, mass)
-
-
-def walk_steps(
-  steps: Iterator[Step] | list[Step], rule: Rule, tau: float, reads: Reads
-) -> Iterator[np.ndarray]:
-  """Adds the walks of a segment by a rule to `reads`; yields what each step's groups read."""
-  held: Any = 0
-  for i, step in enumerate(steps):
-    count, scale = step.scale.shape[-1], step.scale
-    length = np.where(held > 0, np.minimum(held, count), count) * np.ones(len(scale), int)
-    if rule.margin is not None:
-      judged = np.arange(count) >= (length - known.tail(PATIENCE, rule.margin))[:, None]
-      scale = np.where(judged, scale, np.inf)
-    stop = early_stops.stops_of_movements(scale, step.turn, tau, PHI, PATIENCE)
-    read = early_stops.read(stop, count)
-    if rule.order == "mass" and i % EVERY == 0:
-      read = np.full_like(read, count)
-    longer = np.zeros(len(read), bool)
-    if rule.margin is not None:
-      stopped = (stop != early_stops.NEVER) & (stop <= length)
-      longer = ~stopped & (length < count)
-      read = np.where(stopped, length, count)
-      after = np.maximum(stop + rule.margin, length - known.fall(rule.margin))
-      on = np.where(longer, known.lengthened(length, rule.margin), 0)
-      held = np.where(stopped, after, on)
-    reads.longer.append(longer)
-    reads.share.append(read / count)
-    at = np.broadcast_to(read[:, None, None] - 1, (*step.errors.shape[:2], 1))
-    reads.errors.append(np.take_along_axis(step.errors, at, -1)[..., 0])
-    yield read
-
-
-def by_mass(segment: Segment, tile: int, rule: Rule, tau: float, reads: Reads) -> None:
-  """Adds the walks of a segment in the order of earlier steps' mass to `reads`."""
-  score, made = segment.begun.copy(), []
-
-  def steps() -> Iterator[Step]:
-    for i in range(len(segment.tokens)):
-      made.append(step_of(segment, i, tile, rule, score))
-      yield made[-1]
-
-  for read in walk_steps(steps(), rule, tau, reads):
-    step = made[-1]
-    total = np.take_along_axis(step.mass.cumsum(-1), read[:, None, None] - 1, -1)
-    new = (step.mass / total).max(1)
-    for head, count in enumerate(read):
-      seen = step.index[head, :count]
-      score[head, seen] = DECAY * score[head, seen] + (1 - DECAY) * new[head, :count]
-
-
-def _ordered(order: str, count: int, score: np.ndarray, share: np.ndarray) -> np.ndarray:
-  """Tiles of each KV head in visiting order, [K, T]; by mass after the first and the newest one."""
-  newest = np.arange(count)[::-1]
-  if order in ("newest", "sinks"):
-    index = np.roll(newest, 1) if order == "sinks" else newest
-    return np.broadcast_to(index, (len(score), count))
-  rank = (score if order == "mass" else share)[:, :count].copy()
-  rank[:, 0], rank[:, count - 1] = np.inf, 1e9
-  return np.argsort(-rank, -1, kind="stable")
-
-
-def by_steps(fit: list[Segment], tested: list[Segment], tile: int) -> dict[str, Any]:
-  """For each rule the largest τ of mean error `ERROR` on the texts of `fit`, and its reads."""
-
-  @functools.cache
-  def held(fitted: bool, order: str, relative: bool) -> list[list[Step]]:
-    """Walks that do not hang on what was read before."""
-    rule = Rule(order, relative)
-    return [
-      [step_of(segment, i, tile, rule, segment.begun) for i in range(len(segment.tokens))]
-      for segment in (fit if fitted else tested)
-    ]
-
-  def reads(fitted: bool, rule: Rule, tau: float) -> dict[str, float]:
-    found = Reads()
-    if rule.order == "mass":
-      for segment in fit if fitted else tested:
-        by_mass(segment, tile, rule, tau, found)
-    else:
-      for steps in held(fitted, rule.order, rule.relative):
-        collections.deque(walk_steps(steps, rule, tau, found), 0)
-    return found.summary()
-
-  found: dict[str, Any] = {}
-  for name, rule in RULES.items():
-    low, high = TAU_RANGE
-    for _ in range(SEARCH):  # the error grows with τ
-      middle = math.sqrt(low * high)
-      small = reads(True, rule, middle)["error"] < ERROR
-      low, high = (middle, high) if small else (low, middle)
-    found[name] = {"tau": low, "fitted": reads(True, rule, low), **reads(False, rule, low)}
-  return found
-
-
 # ---- what is written
 
 
@@ -553,16 +329,6 @@ def tables(found: dict[str, Any], about: str) -> str:
   return "\n".join([*lines, *sheets.tables(found)]) + "\n"
 
 
-def steps_table(found: dict[str, Any], about: str) -> str:
-  """Tiles that groups read step after step, as text."""
-  rows = {
-    rule: {f"fitted {name}": x for name, x in row["fitted"].items()}
-    | {name: x for name, x in row.items() if name != "fitted"}
-    for rule, row in found.items()
-  }
-  return "\n".join([about, *sheets.tables(rows)]) + "\n"
-
-
 def _plain(x: Any) -> Any:
   """x with null for NaN, which JSON does not know."""
   if isinstance(x, dict):
@@ -572,42 +338,17 @@ def _plain(x: Any) -> Any:
   return None if isinstance(x, float) and math.isnan(x) else x
 
 
-def _load(path: pathlib.Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  with np.load(path) as file:
-    arrays = dict(file)
-  return arrays, json.loads(str(arrays.pop("about")))
-
-
-def _main_steps(args: Args, arrays: dict[str, np.ndarray], about: Any, title: str) -> None:
-  """Writes what groups read step after step."""
-  others = [_load(path) for path in args.fit]
-  texts = [other["text"] for _, other in others]
-  if about["text"] in texts:
-    raise ValueError(f"--fit: found the tested text, {about['text']}, expected others")
-  fit = [segment for other, _ in others for segment in segments(other, args.tile)]
-  tested = list(segments(arrays, args.tile))
-  found = by_steps(fit, tested, args.tile)
-  groups = sum(len(segment.mass) for segment in tested)
-  facts = {"about": about, "fitted_on": texts, "tile": args.tile, "ends": ENDS, "steps": STEPS}
-  facts["walks"] = groups * STEPS
-  text = steps_table(found, f"{title}; τ fitted on {', '.join(texts)}")
-  stem = args.out / f"steps{args.tile}_{about['text'].split()[-1]}"
-  sheets.write(stem.with_suffix(".txt"), text)
-  sheets.write(stem.with_suffix(".json"), _plain({**facts, "rules": found}))
-  print(text)
-
-
 def main(args: Args) -> None:
   common.check_numbers(args, tile=1, least=0)
   if not args.recording.exists():
     raise FileNotFoundError(
       f"recording: found no {args.recording}, expected a scripts.studies.record file"
     )
-  arrays, about = _load(args.recording)
+  with np.load(args.recording) as file:
+    arrays = dict(file)
+  about = json.loads(str(arrays.pop("about")))
   tokens = len(arrays["tokens"])
   title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
-  if args.fit:
-    return _main_steps(args, arrays, about, title)
   for order in ORDERS:
     found = study(arrays, args.tile, args.least, order)
     text, stem = tables(found, title), args.out / f"tile{args.tile}_{tokens}_{order}"

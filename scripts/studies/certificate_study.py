@@ -29,10 +29,11 @@ import kvjax
 from kvjax.analysis import certificates
 from kvjax.analysis.certificates import Certificate
 from kvjax.methods.cis.kernel import Selected
-from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.decode.generate import prefill
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
+from kvjax.programs.evals import trace
 from scripts.studies import STARTS, record, sheets
 
 SAME, BEFORE, OTHER = "the same queries", "queries before", "another text"
@@ -144,21 +145,15 @@ def _followed(model: Transformer, tokens: np.ndarray, args: Args) -> list[Shared
   method, read = _Followed(cis), len(tokens) - args.queries
   caches = method.init_caches(model.spec(1, len(tokens)))
   _, caches = prefill(model, tokens[None, :read], np.array([read]), caches, method)
-  graph, leaves = split(model)
-
-  @jax.jit
-  def follow(leaves: Any, caches: Any, tokens: Any) -> tuple[Any, Any]:
-    def step(caches: Any, token: Any) -> tuple[Any, Any]:
-      return join(graph, leaves).decode(token[None], caches, method, with_aux=True)[1:]
-
-    return jax.lax.scan(step, caches, tokens)
-
-  caches, found = follow(leaves, caches, tokens[read:])
+  step, found = trace.stepper(model, method), []
+  for token in tokens[read:]:
+    _, caches, reports = step(caches, token[None])
+    found.append(jax.device_get(reports))
   names = "q", "chosen", "anchor"
   return [
     Shared(q, np.asarray(cache.slots["k"][0]), chosen, np.where(anchor < 0, -1, anchor - read))
-    for cache, report in zip(caches, found, strict=True)
-    for q, chosen, anchor in [[np.asarray(report[name])[:, 0] for name in names]]
+    for cache, told in zip(caches, zip(*found, strict=True), strict=True)
+    for q, chosen, anchor in [[np.stack([x[n][0] for x in told]) for n in names]]
   ]
 
 

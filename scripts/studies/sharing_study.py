@@ -17,22 +17,21 @@ every text; one that it has of the same settings is not measured again.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
 
 import kvjax
-from kvjax.models.decode.generate import join, prefill, split
+from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console
+from kvjax.programs.evals import trace
 from kvjax.programs.evals.stats import Estimate, student
 from kvjax.programs.evals.streams import FITTING
 from scripts.studies import STARTS, sheets
@@ -102,22 +101,11 @@ def measure(model: Transformer, method: kvjax.Method, ids: np.ndarray, length: i
   measured = kvjax.Measured(method)
   caches = measured.init_caches(model.spec(1, ids.size))
   _, caches = prefill(model, ids[None, :length], np.array([length]), caches, measured)
-  graph, leaves = split(model)
-  reports = _follow(graph, measured, leaves, caches, jnp.asarray(ids[length:], jnp.int32))
-  return {name: float(x) for name, x in reports.items()}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _follow(graph: Any, method: kvjax.Method, leaves: Any, caches: Any, tokens: jax.Array) -> Any:
-  model = join(graph, leaves)
-
-  def step(caches: Any, token: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
-    _, caches, reports = model.decode(token[None], caches, method, with_aux=True)
-    return caches, {
-      name: jnp.mean(jnp.stack([report[name].mean() for report in reports])) for name in NAMES
-    }
-
-  return jax.tree.map(jnp.mean, jax.lax.scan(step, caches, tokens)[1])
+  step, found = trace.stepper(model, measured), []
+  for token in ids[length:]:
+    _, caches, reports = step(caches, token[None])
+    found.append([[report[name].mean() for report in reports] for name in NAMES])
+  return dict(zip(NAMES, np.mean(jax.device_get(found), (0, 2)).tolist(), strict=True))
 
 
 def retrieving(method: kvjax.CIS, visited: float, target: float) -> kvjax.CIS:

@@ -35,7 +35,7 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
 def case(label: str, name: str, batch: int, tokens: int) -> Case:
   """One shape: `NEW` tokens by each way, from the same caches and the same logits."""
   model = e2e.weights(name)
-  held = [e2e.filled(model, batch, tokens, room=NEW)]
+  held = [e2e.filled(model, FULL, batch, tokens, room=NEW)]
   start = jax.tree.map(jnp.copy, (held[0][0].pos, held[0][0].rows))
   logits = jax.random.normal(jax.random.key(2), (batch, model.config.vocab))
   words = tokenizer(model.config.vocab)

@@ -121,7 +121,7 @@ def decoder(label: str, name: str, batch: int, tokens: int, mesh: Mesh) -> Case:
   """
   n, method, model = mesh.size, kvjax.Full(), e2e.weights(name)
   sharded = parallel.shard(model, mesh)
-  caches = e2e.filled(model, batch, tokens)
+  caches = e2e.filled(model, method, batch, tokens)
   where = sharding.named(mesh, sharding.cache_specs(caches, method))
   here = jax.tree.map(lambda x: x.sharding, caches)
   weight_bytes, cache_bytes = (
@@ -253,7 +253,7 @@ def stopping(
   """Decode steps of a model that only several devices hold, under a method with and without ART."""
   mesh, (method, art) = model.mesh, pair(name, tokens)
   assert mesh is not None
-  held = [[filled(model, each, batch, tokens)] for each in (method, art)]
+  held = [[e2e.filled(model, each, batch, tokens)] for each in (method, art)]
   leaves = split(model)[1]
   contenders = [
     e2e.loop(each, *program, leaves, caches, checked=True)
@@ -292,38 +292,6 @@ def stopping(
     subject=name,
     figures=figures,
   )
-
-
-def filled(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> tuple[Any, ...]:
-  """Caches on the model's mesh whose rows have seen `tokens` random tokens: the first four and the
-  newest are there, as many as the method keeps.
-  """
-
-  env = dataclasses.replace(model.env, impl="reference")
-  count = jnp.full(batch, tokens, jnp.int32)
-
-  def fill(layer: int, cache: kvjax.Cache, key: Any) -> kvjax.Cache:
-    slot = jnp.arange(cache.size, dtype=jnp.int32)
-    newest = jnp.where(slot < 4, slot, slot + max(0, tokens - cache.size))
-    pos = jnp.broadcast_to(jnp.where(slot < tokens, newest, -1), cache.pos.shape)
-    kv = {
-      name: jax.random.normal(each, cache.slots[name].shape, cache.slots[name].dtype)
-      for name, each in zip(("k", "v"), jax.random.split(key), strict=True)
-    }
-    counted = {"seen": tokens, "used": min(tokens, cache.size)}
-    rows = {name: jnp.full(batch, n, jnp.int32) for name, n in counted.items()}
-    held = cache.put(slots={**kv, "pos": pos}, rows=rows)
-    return method.settle(method.at(env, layer), held, kvjax.Prompt(count, count, None, tokens, 0))
-
-  def drawing(layer: int, cache: kvjax.Cache, key: Any) -> Any:
-    where = jax.tree.map(lambda x: x.sharding, cache)
-    made = jax.jit(fill, static_argnums=0, donate_argnums=1, out_shardings=where)
-    return made.lower(layer, cache, key).compile
-
-  empty = model.init_caches(method, batch, tokens + e2e.STEPS)
-  keys = jax.random.split(jax.random.key(1), len(empty))
-  programs = together(map(drawing, range(len(empty)), empty, keys))
-  return tuple(draw(cache, key) for draw, cache, key in zip(programs, empty, keys, strict=True))
 
 
 def reductions(mesh: Mesh, batch: int, width: int, dtype: Any) -> list[Contender]:

@@ -100,7 +100,7 @@ def test_weights_and_caches_are_made_where_they_belong():
   """No device holds another's part, nor draws it: not even while it is drawn."""
   mesh = kvjax.make_mesh(heads=2)
   model = e2e.drawn(e2e.TINY, jnp.float32, mesh)
-  caches = scale.filled(model, kvjax.settings.example(METHODS["snapkv"], 16), 2, 64)
+  caches = e2e.filled(model, kvjax.settings.example(METHODS["snapkv"], 16), 2, 64)
   layer = model.layers[1]
   for x in (layer.attention.wqkv[...], layer.mlp.down[...], caches[1].slots["k"], caches[1].pos):
     assert [part.data.nbytes for part in x.addressable_shards] == [x.nbytes // 2] * 2

@@ -145,22 +145,38 @@ def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def filled(
-  model: Transformer, batch: int, tokens: int, room: int = STEPS
+  model: Transformer, method: kvjax.Method, batch: int, tokens: int, room: int = STEPS
 ) -> tuple[kvjax.Cache, ...]:
-  """Full caches that hold `tokens` random tokens, with room for more: the steps of a dispatch."""
-  spec = model.spec(batch, tokens + room)
-  empty = kvjax.Full().init_caches(spec)
-  pos = jnp.where(jnp.arange(spec.capacity) < tokens, jnp.arange(spec.capacity), -1)
+  """Caches that have seen `tokens` random tokens, with room for more: the steps of a dispatch.
 
-  @jax.jit
-  def fill(key):
-    k, v = (jax.random.normal(x, empty[0].slots["k"].shape, spec.dtype) for x in key)
-    return {"k": k, "v": v, "pos": jnp.broadcast_to(pos, empty[0].pos.shape).astype(jnp.int32)}
+  On the model's mesh, if it has one. The first four tokens and the newest are there, as many as the
+  method keeps.
+  """
+  env = dataclasses.replace(model.env, impl="reference")
+  count = jnp.full(batch, tokens, jnp.int32)
 
-  keys = jax.random.split(jax.random.key(1), (spec.layers, 2))
-  counted = [{n: jnp.full(batch, tokens, jnp.int32) for n in ("seen", "used")} for _ in empty]
-  layers = zip(empty, keys, counted, strict=True)
-  return tuple(cache.put(slots=fill(key), rows=rows) for cache, key, rows in layers)
+  def fill(layer: int, cache: kvjax.Cache, key: Any) -> kvjax.Cache:
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    newest = jnp.where(slot < 4, slot, slot + max(0, tokens - cache.size))
+    pos = jnp.broadcast_to(jnp.where(slot < tokens, newest, -1), cache.pos.shape)
+    kv = {
+      name: jax.random.normal(each, cache.slots[name].shape, cache.slots[name].dtype)
+      for name, each in zip(("k", "v"), jax.random.split(key), strict=True)
+    }
+    counted = {"seen": tokens, "used": min(tokens, cache.size)}
+    rows = {name: jnp.full(batch, n, jnp.int32) for name, n in counted.items()}
+    held = cache.put(slots={**kv, "pos": pos}, rows=rows)
+    return method.settle(method.at(env, layer), held, kvjax.Prompt(count, count, None, tokens, 0))
+
+  def drawing(layer: int, cache: kvjax.Cache, key: Any) -> Any:
+    where = jax.tree.map(lambda x: x.sharding, cache)
+    made = jax.jit(fill, static_argnums=0, donate_argnums=1, out_shardings=where)
+    return made.lower(layer, cache, key).compile
+
+  empty = model.init_caches(method, batch, tokens + room)
+  keys = jax.random.split(jax.random.key(1), len(empty))
+  programs = suites.together(map(drawing, range(len(empty)), empty, keys))
+  return tuple(draw(cache, key) for draw, cache, key in zip(programs, empty, keys, strict=True))
 
 
 def case(
@@ -174,7 +190,7 @@ def case(
   unread = 0 if c.tie_embeddings else c.vocab * c.dim * model.dtype.itemsize
   weight_bytes = sum(x.nbytes for x in leaves) - unread
   kv_bytes = 2 * batch * tokens * c.kv_heads * c.head_dim * model.dtype.itemsize * c.layers
-  held = [filled(model, batch, tokens)]
+  held = [filled(model, kvjax.Full(), batch, tokens)]
   methods = {
     "kvjax": (kvjax.Full(), "auto"),
     "products": (Products(), "auto"),

@@ -15,7 +15,6 @@ row, with intervals over rows) and turnover.txt. What is there is not made again
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
@@ -30,12 +29,11 @@ import tyro
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.models.decode.generate import generate, join, prefill, split
+from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.prefill import empty
-from kvjax.models.decode.sampling import Sampling, draw
+from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
-from kvjax.ops import offload
 from kvjax.programs import common, console
 from kvjax.programs.evals import haystack, plan
 from kvjax.programs.evals.divergence import compare
@@ -102,32 +100,19 @@ def write(
   model: Transformer, tokenizer: Tokenizer, prompts: np.ndarray, args: Args
 ) -> Int[np.ndarray, "B N"]:
   """Answers of the full cache; tokens that are no text, such as those that end one, have p = 0."""
-  vocab, rows = model.config.vocab, jnp.arange(len(prompts), dtype=jnp.int32)
-  special = [tokenizer.is_special(token) or token in tokenizer.ends for token in range(vocab)]
-  seed = np.uint32(args.seed % (1 << 32))
-  how = jnp.array(special), (Sampling(args.temperature).knobs(vocab), seed, rows)
-  graph, leaves = split(model)
+  tokens = range(model.config.vocab)
+  special = jnp.array([tokenizer.is_special(token) or token in tokenizer.ends for token in tokens])
+  how: dict[str, Any] = {"sampling": Sampling(args.temperature), "seed": args.seed % (1 << 32)}
   logits, caches = read(model, kvjax.Full(), prompts, prompts.shape[1] + args.answer)
   pieces = []
   with console.bar(args.answer, "answers", "token") as bar:
-    for start in range(0, args.answer, PIECE):
-      piece = []
-      for _ in range(min(PIECE, args.answer - start)):
-        token, logits, caches = _write(graph, leaves, caches, logits, *how)
-        piece.append(token)
-      pieces.append(np.stack(jax.device_get(piece), 1))
-      bar.update(len(piece))
+    for _ in range(args.answer):
+      text = jnp.where(special, -jnp.inf, logits)
+      out, caches = generate(model, text, caches, kvjax.Full(), steps=1, **how)
+      logits = out.last
+      pieces.append(out.tokens)
+      bar.update(1)
   return np.concatenate(pieces, 1)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _write(
-  graph: Any, leaves: Any, caches: Any, logits: Array, special: Array, how: tuple[Any, Any, Any]
-) -> Any:
-  """A token per row [B], the logits after it, and the caches."""
-  token = draw(jnp.where(special, -jnp.inf, logits), *how, caches[0].seen)
-  logits, caches = join(graph, leaves).decode(token, caches, kvjax.Full())
-  return token, logits, offload.settled(caches)
 
 
 def distinct(answer: Int[np.ndarray, " N"]) -> float:

@@ -14,8 +14,9 @@ from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.transformer import Transformer
+from kvjax.programs.evals import trace
 from kvjax.programs.suites import Case, Contender, check_fits, suite, together
-from kvjax.programs.suites.e2e import decoder, drawn, seconds_of, step_logits, stepping, weights
+from kvjax.programs.suites.e2e import drawn, seconds_of, step_logits, stepping, weights
 from scripts.benches._layer import holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -121,7 +122,7 @@ def predicted(title: str, name: str, tokens: int, quick: bool) -> Case:
   fixed, auto = kvjax.PRR(base, budget=RATIO), kvjax.PRR(base)
 
   def figures(seconds: dict[str, float]) -> dict[str, float]:
-    hit, missed = hits(weights(name), fixed, "reference" if quick else "pallas", tokens)
+    hit, missed = hits(weights(name), fixed, tokens)
     profile = auto._ratio(1, tokens + STEPS)
     return {"hit, %": 100 * hit, "pages missed a head": missed, "ρ of the profile": profile}
 
@@ -134,26 +135,17 @@ def moved_by(model: Transformer, method: kvjax.Method, batch: int, tokens: int) 
   return step_bytes(model.config, method, batch, tokens, model.dtype).device
 
 
-def hits(model: Transformer, method: kvjax.Method, impl: str, tokens: int) -> tuple[float, float]:
+def hits(model: Transformer, method: kvjax.Method, tokens: int) -> list[float]:
   """Share of the chosen pages that PRR had foreseen, and pages that it had not, by KV head."""
-  graph, leaves = split(model)
-
-  def run(leaves: Any, held: Any) -> Any:
-    model = decoder(graph, leaves, impl)
-
-    def step(carry: Any, _: Any) -> Any:
-      held, token = carry
-      out, held, reports = model.decode(token, held, method, with_aux=True)
-      told = [aux for aux in reports if "missed" in aux]
-      means = [jnp.mean(jnp.stack([aux[name] for aux in told])) for name in ("hit_rate", "missed")]
-      return (held, jnp.argmax(out, -1).astype(jnp.int32)), means
-
-    start = held, jnp.zeros(1, jnp.int32)
-    (held, _), found = jax.lax.scan(step, start, None, length=STEPS)
-    return held, [x[1:].mean() for x in found]  # nothing has been foreseen for the first
-
-  hit, missed = jax.jit(run, donate_argnums=1)(leaves, caches(model, method, 1, tokens))[1]
-  return float(hit), float(missed)
+  held, token, found = caches(model, method, 1, tokens), jnp.zeros(1, jnp.int32), []
+  step = trace.stepper(model, method)
+  for _ in range(STEPS):
+    logits, held, reports = step(held, token)
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+    told = [aux for aux in reports if "missed" in aux]
+    found.append([[aux[name].mean() for aux in told] for name in ("hit_rate", "missed")])
+  # Nothing has been foreseen for the first.
+  return np.mean(jax.device_get(found)[1:], (0, 2)).tolist()
 
 
 def caches(model: Transformer, method: kvjax.Method, batch: int, tokens: int) -> Any:

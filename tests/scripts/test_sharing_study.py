@@ -104,17 +104,17 @@ def test_students_interval_by_hand():
 
 
 def test_points_table_and_picture(tmp_path):
-  lines = study.settings(study.Args(tmp_path, budget=64, blocks=(8,)))
+  lines = study.settings(study.Args(tmp_path, budget=64))
   counts = {line: len(at) for line, at in lines.items()}
   assert counts == {
-    "CIS, s = 8": 4,
-    "CIS, s = 8, mean": 3,
-    "CIS, s = 8, r = 0": 3,
-    "CIS, s = 8, mean, r = 0": 3,
+    "CIS, s = 16": 4,
+    "CIS, s = 16, mean": 3,
+    "CIS, s = 16, r = 0": 3,
+    "CIS, s = 16, mean, r = 0": 3,
     "HShare": 6,
   }
-  assert lines["CIS, s = 8, mean, r = 0"]["τ = 0.8"] == dataclasses.replace(
-    kvjax.settings.example(kvjax.CIS, 64), block=8, tau=0.8, radius=0, agree="mean"
+  assert lines["CIS, s = 16, mean, r = 0"]["τ = 0.8"] == dataclasses.replace(
+    kvjax.settings.example(kvjax.CIS, 64), tau=0.8, radius=0, agree="mean"
   )
   made = study.summary([found(0.1), found(0.2)])
   text = "\n".join(sheets.tables(made))

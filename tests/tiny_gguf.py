@@ -77,7 +77,8 @@ def metadata():
 def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama", **how):
   """Writes a file; returns the weights as a reader must dequantise them.
 
-  `how` are arguments of the writer: into how many parts, in which byte order.
+  A weight may be a pair, of blocks and their type. `how` are arguments of the writer: into how many
+  parts, in which byte order.
   """
   weights = tensors() if weights is None else weights
   writer = gguf.GGUFWriter(path, architecture, **how)
@@ -95,20 +96,18 @@ def write(path, weights=None, entries=None, kind=Kind.F32, architecture="llama",
         writer.add_array(key, value)
   stored = {}
   for name, x in weights.items():
-    of = Kind.F32 if x.ndim == 1 else kind
-    data = gguf.quantize(x, of)
+    if isinstance(x, tuple):
+      data, of = x
+    else:
+      of = Kind.F32 if x.ndim == 1 else kind
+      data = gguf.quantize(x, of)
     writer.add_tensor(name, data, raw_dtype=None if of in (Kind.F32, Kind.F16) else of)
     stored[name] = gguf.dequantize(data, of).astype(np.float32)
-  finish(writer)
-  return stored
-
-
-def finish(writer):
-  """Writes all that a writer was given, and closes its file."""
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
+  return stored
 
 
 def publish(monkeypatch, data):

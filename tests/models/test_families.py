@@ -19,8 +19,8 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.io import convert, families
 from kvjax.models.io.gguf import GGUF
 from kvjax.models.io.huggingface import HuggingFace
-from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
-from tests import tiny_gguf, tiny_hf
+from kvjax.primitives.rope import Llama3, Rope, Yarn
+from tests import tiny_hf
 from tests.family_models import model
 from tests.tiny_gguf import as_gguf
 
@@ -98,31 +98,6 @@ def test_decoding_equals_the_goldens(name):
         np.testing.assert_allclose(logits[r], want[r, t], rtol=0, atol=PARITY)
         seen += 1
   assert seen == sum(at >= read)
-
-
-def test_flags_cost_nothing_when_off():
-  names = lambda name: set(nnx.to_pure_dict(nnx.state(model(name).layers[0].attention)))  # noqa: E731
-  assert names("llama3") == {"wqkv", "wo"}
-  assert names("qwen2") == {"wqkv", "wo", "bqkv"}
-  assert names("qwen3") == {"wqkv", "wo", "q_norm", "k_norm"}
-
-
-@pytest.mark.parametrize(
-  ("name", "scaling"),
-  [
-    ("llama3", None),
-    ("llama3.1", Llama3(8.0, 1.0, 4.0, 32)),
-    ("llama-parameters", Llama3(8.0, 1.0, 4.0, 32)),
-    ("llama-linear", Linear(4.0)),
-    ("phi-short", LongRope((1.0, 1.1, 1.2, 1.4, 1.7, 2.1), 1.0)),
-    ("phi-long", LongRope((1.0, 1.5, 2.0, 4.0, 7.0, 11.0), (1 + 0.4) ** 0.5)),  # ln 4 / ln 32
-    ("qwen2.5-yarn", Yarn(4.0, 32)),
-    ("qwen3-tied-yarn", Yarn(4.0, 32, beta_fast=8.0)),
-    ("yarn-factor", Yarn(4.0, 32, attention_factor=1.3)),
-  ],
-)
-def test_rope_is_read(folders, name, scaling):
-  assert HuggingFace(folders[name]).config.rope.scaling == scaling
 
 
 def test_long_rope_is_chosen_by_the_context_that_the_model_states(tmp_path):
@@ -228,11 +203,8 @@ def test_gguf_attention_factor(tmp_path):
 
 def test_every_type_that_gguf_dequantises(tmp_path):
   """Blocks of small random bytes: all types are read as the package reads them, and rounded."""
-  rng, read = np.random.default_rng(0), []
+  rng, read, name = np.random.default_rng(0), [], "blk.0.ffn_down.weight"
   config = {**tiny_hf.CASES["llama3"], "intermediate_size": 256, "num_hidden_layers": 1}
-  as_gguf(tmp_path / "plain.gguf", config)
-  reader = gguf.GGUFReader(tmp_path / "plain.gguf")
-  plain = {t.name: np.array(t.data) for t in reader.tensors}
   for kind in gguf.GGMLQuantizationType:
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 0x30, (32, 256 // block * size), np.uint8)
@@ -242,16 +214,7 @@ def test_every_type_that_gguf_dequantises(tmp_path):
       continue
     if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
       continue  # in tests/models/test_convert.py, with real numbers
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    for key, value in gguf_entries(config).items():
-      writer.add_key_value(key, *value)
-    for name, x in plain.items():
-      if name == "blk.0.ffn_down.weight":
-        writer.add_tensor(name, data, raw_dtype=kind)
-      else:
-        writer.add_tensor(name, x)
-    tiny_gguf.finish(writer)
-    source = GGUF(tmp_path / "x.gguf")
+    source = GGUF(as_gguf(tmp_path / "x.gguf", config, tensors={name: (data, kind)}))
     for dtype, stored in ((None, ml_dtypes.bfloat16), ("float32", np.float32)):
       source.dtype = dtype
       got = source.item("layer_000")["mlp"]["down"]
@@ -259,16 +222,6 @@ def test_every_type_that_gguf_dequantises(tmp_path):
       np.testing.assert_array_equal(got, want.T.astype(stored))
     read.append(kind.name)
   assert {"BF16", "Q4_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "TQ1_0"} <= set(read)
-
-
-def gguf_entries(config):
-  kind = gguf.GGUFValueType
-  number = {"num_hidden_layers": "block_count", "max_position_embeddings": "context_length"}
-  number |= {"hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
-  number |= {"num_attention_heads": "attention.head_count"}
-  number |= {"num_key_value_heads": "attention.head_count_kv"}
-  out = {f"llama.{name}": (config[key], kind.UINT32) for key, name in number.items()}
-  return {**out, "llama.attention.layer_norm_rms_epsilon": (config["rms_norm_eps"], kind.FLOAT32)}
 
 
 @pytest.mark.slow

@@ -255,13 +255,10 @@ def test_a_quantisation_of_the_future(damaged):
 
 def test_a_vector_in_blocks(tmp_path):
   """One of a whole block is read as llama.cpp does, one of half a block is refused."""
-  weights = tiny_gguf.tensors()
-  path = tmp_path / "bad.gguf"
-  writer = gguf.GGUFWriter(path, "llama")
-  norm = weights["output_norm.weight"]
-  blocks = gguf.quantize(norm[None], gguf.GGMLQuantizationType.Q8_0)[0]
-  writer.add_tensor("output_norm.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-  tiny_gguf.finish(writer)
+  path, kind = tmp_path / "bad.gguf", gguf.GGMLQuantizationType.Q8_0
+  norm = tiny_gguf.tensors()["output_norm.weight"]
+  blocks = gguf.quantize(norm[None], kind)[0]
+  tiny_gguf.write(path, {"output_norm.weight": (blocks, kind)})
   tensor = gguf_parts.open_parts(path).tensors["output_norm.weight"]
   assert tensor.shape == norm.shape and tensor.data.nbytes == blocks.nbytes
   dimensions = gguf.GGUFReader(path).tensors[0].field

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -64,3 +65,16 @@ def output(program, count, *arguments, devices=1, timeout=300):
   results = ended(start(program, count, *arguments, devices=devices), timeout)
   assert all(status == 0 for status, *_ in results), "\n".join(x[2][-3000:] for x in results)
   return [out for _, out, _ in results]
+
+
+def peak(call):
+  """What a call returns, and the bytes of memory that it takes at most; of Linux."""
+
+  def status(key):
+    text = pathlib.Path("/proc/self/status").read_text()
+    return int(re.search(rf"{key}:\s*(\d+)", text)[1]) << 10
+
+  pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+  before = status("VmRSS")
+  made = call()
+  return made, status("VmHWM") - before

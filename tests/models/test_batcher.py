@@ -124,25 +124,6 @@ def run(count, seed, together):
   return asked, answers
 
 
-def check_each(asked, answers, numbers, together):
-  """These answers are those of requests alone; of cancelled ones as far as they went."""
-  for number in numbers:
-    want, got = alone(METHODS["full"], asked[number], together=together), answers[number]
-    if got.end == "cancelled":
-      np.testing.assert_array_equal(got.tokens, want.tokens[: len(got.tokens)])
-    else:
-      np.testing.assert_array_equal(got.tokens, want.tokens)
-      assert got.end == want.end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("together", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_nothing_is_lost_or_mixed(together):
-  asked, answers = run(40, 0, together)
-  assert sorted(asked) == sorted(answers)
-  check_each(asked, answers, range(0, 40, 4), together)
-
-
 @pytest.mark.slow
 def test_a_thousand_requests_in_flat_memory(caplog):
   ways = 1, 4
@@ -156,7 +137,13 @@ def test_a_thousand_requests_in_flat_memory(caplog):
     assert sorted(asked) == sorted(answers) == list(range(500))
     assert [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()] == []
     assert live_bytes() <= before + 4096
-    check_each(asked, answers, range(0, 500, 10), together)
+    for number in range(0, 500, 10):
+      # Those of requests alone; of cancelled ones as far as they went.
+      want, got = alone(METHODS["full"], asked[number], together=together), answers[number]
+      cancelled = got.end == "cancelled"
+      assert cancelled or got.end == want.end
+      most = len(got.tokens) if cancelled else None
+      np.testing.assert_array_equal(got.tokens, want.tokens[:most])
 
 
 @pytest.mark.slow

@@ -56,21 +56,6 @@ def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
   np.testing.assert_allclose(logits_of(model, PROMPT), want, rtol=2e-4, atol=2e-4)
 
 
-def test_restores_to_any_dtype(checkpoint):
-  model, _ = convert.load(checkpoint, dtype=jnp.bfloat16, impl="reference")
-  wide, _ = convert.load(checkpoint, dtype=jnp.float32)
-  assert model.env.impl == "reference"
-  for narrow, full in zip(
-    jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(wide)), strict=True
-  ):
-    if narrow.ndim > 1:  # norms stay in float32
-      assert narrow.dtype == jnp.bfloat16
-      full = full.astype(jnp.bfloat16)
-    np.testing.assert_array_equal(narrow, full)
-  default, _ = convert.load(checkpoint)
-  assert default.dtype == (jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
-
-
 # ---- bad files
 
 

@@ -21,7 +21,6 @@ from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import generate, join, pad, prefill, split
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import Always, decode
-from kvjax.models.io import convert
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Transformer
 from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, model
@@ -119,12 +118,13 @@ def test_nan_raises_where_a_row_is_read():
     generate(sick, *begin(), FULL, steps=6, forced=forced, chunk=2)
   generate(sick, *begin(), FULL, steps=4, forced=forced[:, :4], chunk=2)
   generate(sick, *begin(), FULL, steps=6, forced=forced, chunk=2, live=[True, False])
-  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, after the 9 tokens of its pr"):
-    prefill(sick, tokens, [9, 9], fresh(), FULL)
-  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, after the 9 tokens of its pr"):
-    prefill(sick, tokens, [9, 9], fresh(), FULL, chunk=3)
-  with pytest.raises(FloatingPointError, match=r"prefill: .* row 0, token \d, .* expected finite"):
-    prefill(sick, tokens, [9, 9], fresh(), FULL, all_logits=True)
+  for how, where in (
+    ({}, "after the 9 tokens of its prompt"),
+    ({"chunk": 3}, "after the 9 tokens of its prompt"),
+    ({"all_logits": True}, r"token \d, .* expected finite"),
+  ):
+    with pytest.raises(FloatingPointError, match=rf"prefill: .* row 0, {where}"):
+      prefill(sick, tokens, [9, 9], fresh(), FULL, **how)
   prefill(sick, tokens, [4, 9], fresh(), FULL, all_logits=True)  # the ill token is padding
   prefill(sick, tokens, [0, 9], fresh(), FULL)
 
@@ -331,29 +331,6 @@ def test_same_seed_same_text_alone_or_in_a_batch(name):
   np.testing.assert_array_equal(turned[::-1], both)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep
-def test_same_seed_same_text_on_a_checkpoint(smollm2):
-  decoder, tokenizer = convert.load(smollm2)
-  questions = ("Name a river.", "Which animal is the largest, and where does it live?")
-  prompts = [tokenizer.chat([{"role": "user", "content": text}]) for text in questions]
-
-  def answer(rows):
-    tokens, lengths = pad([prompts[row] for row in rows], multiple=64)
-    caches = FULL.init_caches(decoder.spec(len(rows), 128))
-    logits, caches = prefill(decoder, tokens, lengths, caches, FULL)
-    how = {"sampling": Sampling(0.8, top_p=0.95), "seed": 5, "rows": rows, "steps": 32}
-    return generate(decoder, logits, caches, FULL, tokenizer=tokenizer, **how)[0].texts
-
-  together = answer([0, 1])
-  assert together == [*answer([0]), *answer([1])]
-  assert all(len(text.split()) > 10 for text in together)
-
-
-def test_a_row_by_another_number_draws_another_text():
-  assert (sample(numbers=[0, 1]) != sample(numbers=[7, 8])).any()
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("setting", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}])
 def test_narrow_sampling_is_greedy(setting):
@@ -461,28 +438,6 @@ class _Alike(kvjax.StreamingLLM):
   @property
   def traits(self):
     return super().traits.but(by_layer=True)
-
-
-@pytest.mark.slow
-def test_by_layer_equals_the_whole():
-  method, stop = kvjax.StreamingLLM(16), int(plain(3)[0][0, 2])
-  settings = {"steps": 9, "chunk": 4, "stop": [stop], "return_logits": True}
-  settings |= {"return_logprobs": True, "sampling": Sampling(0.7)}
-  forced = np.full((2, 9), -1)
-  forced[1, 3] = stop  # forced tokens end nothing
-  found = []
-  for each in (method, _Alike(16)):
-    assert by_layer.decodes(model(), each) == (each is not method)
-    found.append(run(each, forced=forced, **settings))
-  (whole, theirs), (mine, ours) = found
-  np.testing.assert_array_equal(mine.tokens, whole.tokens)
-  for name in ("last", "logits", "logprobs"):
-    rows = whole.tokens >= 0 if name != "last" else slice(None)
-    got, want = (np.asarray(getattr(x, name))[rows] for x in (mine, whole))
-    # Not to the bit: what is compiled alone is fused otherwise.
-    np.testing.assert_allclose(got, want, atol=1e-5)
-  # Arrays alone: whose caches they are differs, by a method that does the same.
-  chex.assert_trees_all_close(*map(jax.tree.leaves, (ours, theirs)), atol=1e-5)
 
 
 def test_steps_are_one_program_on_a_gpu(monkeypatch):
@@ -655,7 +610,7 @@ def test_caches_of_another_model():
 # ---- prompts in chunks
 
 
-@pytest.mark.slow
+@pytest.mark.core(1)
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 @pytest.mark.parametrize("chunk", [8, 32])
 def test_chunks_give_what_one_call_gives(name, chunk):
@@ -853,16 +808,3 @@ def test_a_store_that_is_full():
   logits, caches = prefill(model(), TOKENS[:, :20], [20, 3], caches, method)
   with pytest.raises(ValueError, match=r"steps = 20 after 20 cached tokens"):
     generate(model(), logits, caches, method, steps=20)
-
-
-@pytest.mark.core(1)
-@pytest.mark.parametrize("method", [kvjax.Full(), kvjax.settings.example(kvjax.InfLLM, 12)])
-def test_rows_that_end_in_an_early_chunk_keep_their_logits(method):
-  """Row 0 ends in the first of three chunks, or of several pieces; alone it has the same logits."""
-  lengths = np.array([3, 22], np.int32)
-  chunk = None if method.traits.stream else 8
-  both, alone = (
-    read(TOKENS[:, :24], each, method, 64, chunk=chunk)[0]
-    for each in (lengths, np.array([3, 0], np.int32))
-  )
-  np.testing.assert_allclose(both[0], alone[0], atol=2e-4)

@@ -1,11 +1,8 @@
 """Hugging Face folders: sharded, tied and bfloat16 ones arrive; bad ones leave a clear error."""
 
 import json
-import pathlib
 import re
-import subprocess
 import sys
-import textwrap
 
 import huggingface_hub
 import jax
@@ -23,7 +20,6 @@ from kvjax.models.io.huggingface import HuggingFace
 from kvjax.primitives.rope import Linear, LongRope, Rope
 from tests import processes, tiny_hf
 
-REPO = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = tiny_hf.CASES["llama3"]
 
 
@@ -55,9 +51,12 @@ def test_arrays_are_written_as_read_and_restored_to_any_dtype(tmp_path, dtype):
   made = convert.convert(source, tmp_path / "made", progress=False)
   wide = leaves(made, dtype=jnp.float32)
   assert {x.dtype for x in wide} == {np.dtype(np.float32)}
-  narrow = leaves(made, precision="bf16")
-  for x, y in zip(wide, narrow, strict=True):
+  for x, y in zip(wide, leaves(made, precision="bf16"), strict=True):
+    assert y.dtype == (jnp.bfloat16 if y.ndim > 1 else np.float32)  # norms stay in float32
     np.testing.assert_array_equal(x.astype(y.dtype), y)
+  model, _ = convert.load(made, impl="reference")
+  assert model.env.impl == "reference"
+  assert model.dtype == (jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -486,16 +485,30 @@ def test_download_that_fails(monkeypatch):
     fetch.fetch_huggingface("owner/name")
 
 
-# ---- killed, and measured, in a process of its own
+# ---- measured, in a process of its own
 
+MEASURED = """
+import pathlib, sys
+import numpy as np
+from kvjax.models.io import convert
+from kvjax.models.io.source import tensor_shapes
+from tests import tiny_gguf, tiny_hf
+from tests.processes import peak
 
-def run(script, *args):
-  return subprocess.run(
-    [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
-    cwd=REPO,
-    capture_output=True,
-    text=True,
-  )
+small, root, kind, to = sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:]
+convert.convert(small, root / "small", to=to, progress=False)  # what the libraries take once
+sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24}
+config = {**tiny_hf.CASES["llama3"], **sizes}
+if kind == "gguf":
+  source = tiny_gguf.as_gguf(root / "x.gguf", config)
+else:
+  source = tiny_hf.write(root / "x", config, shards=3)
+made, took = peak(lambda: convert.convert(source, root / "made", to=to, progress=False))
+shapes = tensor_shapes(convert.read_config(made))
+convert.load(root / "small")
+_, loading = peak(lambda: convert.load(made))
+print(took, 4 * sum(int(np.prod(shape)) for _, _, shape in shapes), loading)
+"""
 
 
 @pytest.mark.slow
@@ -510,48 +523,11 @@ def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, monkeypa
   Loading takes the model, the file of an item, which is mapped, and some slack.
   """
   monkeypatch.setenv(*processes.FREED_AT_ONCE)
-  done = run(
-    """
-    import pathlib, sys
-    import numpy as np
-    from kvjax.models.io import convert
-    from kvjax.models.io.source import tensor_shapes
-    from tests import tiny_gguf, tiny_hf
-    from tests.tiny_gguf import as_gguf
-
-    def status(key):
-      for line in open("/proc/self/status"):
-        if line.startswith(key):
-          return int(line.split()[1]) << 10
-
-    small, root, kind, to = sys.argv[1], pathlib.Path(sys.argv[2]), *sys.argv[3:]
-    convert.convert(small, root / "small", to=to, progress=False)  # what the libraries take once
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 24}
-    config = {**tiny_hf.CASES["llama3"], **sizes}
-    if kind == "gguf":
-      source = as_gguf(root / "x.gguf", config)
-    else:
-      source = tiny_hf.write(root / "x", config, shards=3)
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = status("VmRSS")
-    made = convert.convert(source, root / "made", to=to, progress=False)
-    peak = status("VmHWM") - before
-    shapes = tensor_shapes(convert.read_config(made))
-    total = 4 * sum(int(np.prod(shape)) for _, _, shape in shapes)
-    convert.load(root / "small")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    model = convert.load(made)
-    print(peak, total, total // 24, status("VmHWM") - before)
-    """,
-    folder,
-    tmp_path,
-    kind,
-    to,
-  )
-  assert done.returncode == 0, done.stderr
-  peak, total, layer, loading = map(int, done.stdout.split())
+  command = ["-c", MEASURED, folder, tmp_path, kind, to]
+  ((status, said, error),) = processes.ended(processes.started([command]))
+  assert status == 0, error
+  peak, total, loading = map(int, said.split())
   assert total > 5e8
-  bound = 2 * layer + (64 << 20)
+  bound = 2 * total // 24 + (64 << 20)
   assert peak < bound < total / 2, f"found a peak of {peak >> 20} MB"
   assert total < loading < total + bound, f"found {loading >> 20} MB in loading"

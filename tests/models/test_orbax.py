@@ -106,21 +106,15 @@ def test_damaged_folders_are_refused_by_name(copy):
 
 
 LOAD = """
-import pathlib
 import kvjax
 from flax import nnx
 from kvjax.models.io import convert
-
-def status(key):
-  return next(int(x.split()[1]) << 10 for x in open("/proc/self/status") if x.startswith(key))
+from tests.processes import peak
 
 mesh = kvjax.make_mesh(heads=2)
 small, folder = arguments
 convert.load(small, mesh=mesh)  # what the libraries take once
-pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-before = status("VmRSS")
-model, _ = convert.load(folder, mesh=mesh)
-took = status("VmHWM") - before
+(model, _), took = peak(lambda: convert.load(folder, mesh=mesh))
 size = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
 layer = max(sum(x.nbytes for x in jax.tree.leaves(nnx.state(x))) for x in model.layers)
 print(took, size(nnx.state(model)), layer)

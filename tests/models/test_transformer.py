@@ -83,16 +83,6 @@ def test_config_says_what_is_wrong(change, message):
 # ---- the decoder
 
 
-def test_padding_tokens_mean_nothing():
-  decoder = small()
-  tokens = np.arange(10).reshape(2, 5)
-  other = tokens.copy()
-  other[0, 3:] = 30
-  a, caches_a = read(decoder, tokens, [3, 5])
-  b, caches_b = read(decoder, other, [3, 5])
-  chex.assert_trees_all_close((a, caches_a), (b, caches_b), rtol=1e-6, atol=1e-6)
-
-
 def test_all_logits_hold_the_last_ones():
   decoder = small()
   tokens, lengths = np.arange(10).reshape(2, 5), [3, 5]

@@ -223,18 +223,6 @@ def test_tables_have_each_cell_once():
   assert same == both * sum(x.ours for x in program.CELLS)
 
 
-def test_only_equal_selections_are_all_of_them():
-  assert [beside.share(x) for x in (1.0, 0.99999, 0.996, 0.9)] == [
-    *("100 %", "99.99 %", "99.60 %", "90 %")
-  ]
-
-
-def test_figures_that_read_alike_stand_once():
-  show = beside.both("{:.0f}".format, "a", "b")
-  assert show({"a": 10.2, "b": 9.8}) == "10" and show({"a": 10, "b": 9}) == "10 / 9"
-  assert show({"a": None, "b": 9}) == "9"
-
-
 def test_missing_results_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match="kvpress: found no results of models"):
     beside.kvpress(Results(tmp_path))
@@ -245,8 +233,3 @@ def test_facts_of_the_capabilities_hold():
   for path in (Results().folder / beside.FOLDER).glob(f"*/{beside.LIMITS}"):
     limits = json.loads(path.read_text("utf-8"))
     assert limits["uneven"] and min(limits["padded"].values()) < 1
-
-
-def test_every_figure_of_the_tables_comes_from_rows():
-  methods = beside.kvpress(Results()).index.droplevel(["model", "question"])
-  assert ("`snapkv`", "1/8") in methods

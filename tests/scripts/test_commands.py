@@ -1,8 +1,10 @@
 """The program `kvjax`: what it lists, how soon, and that each command starts its program."""
 
 import importlib
+import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -21,6 +23,8 @@ PROGRAMS = {
   if 'if __name__ == "__main__"' in (path := installed.file_of(module)).read_text("utf-8")
 }
 DEVELOPERS = [f"scripts.{name}" for name in commands.DEVELOPERS]
+# Their oracle is PyTorch's transformers, which no extra of this project installs.
+OUTSIDE = {"scripts.tools.make_family_goldens", "scripts.tools.make_golden"}
 
 
 def run(*given):
@@ -38,6 +42,16 @@ def test_a_summary_is_one_short_sentence(module):
   said = installed.summary(module)
   assert said.endswith(".") and len(said) <= 92
   assert said.startswith("For developers: ") == (module in DEVELOPERS)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("module", sorted(set(PROGRAMS) - OUTSIDE))
+def test_a_module_that_is_run_says_how_it_is_used(module, monkeypatch, capsys):
+  monkeypatch.setattr(sys, "argv", [module, "--help"])
+  monkeypatch.setattr(os, "environ", os.environ.copy())
+  with pytest.raises(SystemExit) as end:
+    runpy.run_module(module, run_name="__main__")
+  assert not end.value.code and "usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", commands.MODULES)

@@ -1,6 +1,5 @@
 """The short programs run and print what they promise; so do the README's snippets."""
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvjax.models.io import convert
-from kvjax.programs import common, generate
 from scripts import examples
 from scripts.examples import tiny
 
@@ -85,18 +83,3 @@ def test_every_example_is_short_and_run():
 @pytest.mark.parametrize("name", ["batch", "compose", "decode_loop", "own_method"])
 def test_example_on_a_checkpoint(name, monkeypatch, smollm2):
   run(name, monkeypatch, "--checkpoint", str(smollm2))
-
-
-@pytest.mark.slow
-def test_generate_streams_its_text(monkeypatch, capsys):
-  """On standard output the text alone, cut at the stop string; chunks and draws as asked."""
-  monkeypatch.setattr(common, "load_model", lambda *_, **__: tiny.load())
-  args = generate.Args("Who?", steps=24, temperature=1.5, top_k=40, seed=1, prefill_chunk=8)
-  generate.main(args)
-  whole = capsys.readouterr()
-  assert "wrote 24 at" in whole.err
-  mark = whole.out[5:7]
-  generate.main(dataclasses.replace(args, stop=("never", mark)))
-  assert capsys.readouterr().out == whole.out[: whole.out.index(mark)] + "\n"
-  with pytest.raises(ValueError, match="--method: found 'none', expected one of: full"):
-    generate.main(dataclasses.replace(args, method="none"))

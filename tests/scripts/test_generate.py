@@ -24,10 +24,12 @@ def loaded(monkeypatch):
 
 @pytest.mark.slow
 def test_json_is_all_of_standard_output(loaded, capsys):
-  args = dataclasses.replace(ARGS, temperature=1.5, seed=1)
+  how = {"method": "full", "temperature": 1.5, "top_k": 40, "seed": 1, "prefill_chunk": 8}
+  args = dataclasses.replace(ARGS, **how)
   generate.main(args)
   streamed = capsys.readouterr()
   assert "read 23 tokens" in streamed.err and "MB used, " in streamed.err
+  assert "wrote 8 at" in streamed.err
   generate.main(dataclasses.replace(args, json=True))
   said = json.loads(capsys.readouterr().out)
   assert said["text"] + "\n" == streamed.out
@@ -35,9 +37,14 @@ def test_json_is_all_of_standard_output(loaded, capsys):
   assert set(said["seconds"]) == {"read", "write", "compile"}
   assert 0 < said["cache_bytes"]["used"] <= said["cache_bytes"]["allocated"]
   mark = said["text"][2:4]
-  generate.main(dataclasses.replace(args, json=True, stop=(mark,)))
+  cut = said["text"][: said["text"].index(mark)]
+  generate.main(dataclasses.replace(args, json=True, stop=("never", mark)))
   stopped = json.loads(capsys.readouterr().out)
-  assert stopped["end"] == "stop" and mark not in stopped["text"]
+  assert (stopped["end"], stopped["text"]) == ("stop", cut)
+  generate.main(dataclasses.replace(args, stop=("never", mark)))
+  assert capsys.readouterr().out == cut + "\n"
+  with pytest.raises(ValueError, match="--method: found 'none', expected one of: full"):
+    generate.main(dataclasses.replace(args, method="none"))
 
 
 def test_an_answer_that_stops_at_its_last_token_has_stopped():

@@ -8,7 +8,6 @@ import pytest
 
 from kvjax.programs import common, plot
 from kvjax.programs.evals import pictures, store, summary
-from kvjax.programs.evals.pictures import needles
 from tests.eval_rows import row, write
 
 STYLES = pictures.Styles(["full", "random", "x"])
@@ -197,15 +196,6 @@ def test_other_weights_under_one_name_are_not_drawn_together(tmp_path):
   (tmp_path / "a/traces.json").write_text("[")
   with pytest.raises(ValueError, match=r"traces\.json: damaged"):
     plot.Results([tmp_path / "a"])
-
-
-def test_budgets_have_the_name_that_fits_all_lengths():
-  names = [
-    needles._budget_name({"budget": budget, "length": 1000}, False)
-    for budget in (None, 500, 125, 62, 100, 333, 64)
-  ]
-  assert needles._budget_name({"budget": 1250, "length": 10_000}, True) == "budget 1,250"
-  assert names == ["", *(f"budget {n}" for n in ("1/2", "1/8", "1/16", "0.1 of it", "333", "64"))]
 
 
 @pytest.mark.slow

@@ -13,9 +13,7 @@ from kvjax.programs import plot
 from kvjax.programs.evals import choices, costs, families, pictures, stats
 from kvjax.programs.evals.pictures.callouts import place
 from kvjax.programs.evals.pictures.cost import front
-from kvjax.programs.evals.pictures.look import apart
 from kvjax.programs.evals.standing import standings
-from scripts.tools import tables
 from scripts.tools.tablemakers import Results, real, scores
 from scripts.tools.tablemakers.scores import REAL
 from tests import eval_rows
@@ -301,15 +299,6 @@ def test_what_leads_is_what_nothing_cheaper_beats(board):
   assert told == [("snapkv", 4096), ("snapkv", 1024), ("full", None)]
 
 
-def test_only_what_keeps_the_same_is_drawn_apart():
-  assert apart([1.0, 2.0, 3.0], False) == [1, 2, 3]
-  drawn = apart([1.0, 1.0, 1.0, 3.0], False)
-  assert len(set(drawn)) == 4 and drawn[1] == 1 and drawn[3] == 3
-  assert np.ptp(apart([1.0] * 50 + [2.0], False)[:50]) < 0.1
-  np.testing.assert_allclose(apart([1.0, 10.0, 100.0], True), [1, 10, 100])
-  np.testing.assert_allclose(np.mean(apart([5.0, 5.0], False)), 5)
-
-
 def test_names_do_not_cover_each_other():
   """Twenty names at one point."""
   figure = Figure()
@@ -385,12 +374,6 @@ def test_without_costs_scores_remain(folder):
   assert real.when(results).empty
   found = real.scores(results, "8192")
   assert found.columns[-1] == "KL, nats" and {*found.index.get_level_values(0)} == {"all", "–"}
-
-
-def test_without_results_their_folder_is_named(tmp_path):
-  text = "<!-- real.when: begin -->\n<!-- real.when: end -->\n"
-  with pytest.raises(ValueError, match=rf"real.when: .*{REAL}"):
-    tables.made(text, Results(tmp_path))
 
 
 def test_methods_on_one_task_by_hand(tmp_path):

@@ -1,4 +1,4 @@
-"""The programs: their help, the demo's comparison on a tiny model, and what they share."""
+"""The programs: the demo's comparison on a tiny model, and what they share."""
 
 import dataclasses
 import io
@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import runpy
 import subprocess
 import sys
 import time
@@ -28,7 +27,6 @@ from kvjax.programs import (
   demo,
   evaluate,
   generate,
-  installed,
   retrieval_heads,
 )
 from kvjax.programs.clock import Clock
@@ -36,54 +34,9 @@ from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.task import Row
 from scripts.studies import needle_recall, record, sharing_study
+from tests.processes import ROOT
 
-# Its oracle is PyTorch's transformers, which no extra of this project installs.
-OUTSIDE = ("make_family_goldens", "make_golden")
-PROGRAMS = {
-  name: module
-  for package in ("kvjax.programs", "scripts.studies", "scripts.tools")
-  for name, module in installed.modules(package, besides=OUTSIDE).items()
-  if "__main__" in installed.file_of(module).read_text("utf-8")
-}
-ARGUMENTS = {
-  "demo": ("--methods", "--length", "--budget", "--seed", "--json"),
-  "generate": ("PROMPT", "--method", "--budget", "--temperature", "--context-file"),
-  "serve": ("--method", "--rows", "--capacity", "--queue", "--host", "--port"),
-  "convert_checkpoint": ("SOURCE", "DEST"),
-  "retrieval_heads": ("OUT", "--samples", "--length", "--window", "--settings", "--checkpoint"),
-  "calibrate_channels": ("OUT", "--text", "--samples", "--checkpoint"),
-  "art_study": ("NPZ", "--tile", "--least", "--out"),
-  "hit_rates": ("OUT", "--length", "--history", "--layers"),
-  "record": ("OUT", "--layers", "--stride"),
-  "certificate_study": ("FOLDER", "--length", "--queries", "--budget", "--starts"),
-  "sharing_study": ("FOLDER", "--length", "--steps", "--budget"),
-  "beside_kvpress": ("--out", "--samples", "--length", "--alone", "--checkpoint"),
-  "needle_recall": ("FOLDER", "--heads", "--length", "--window", "--samples", "--methods"),
-  "span_search": ("OUT", "--samples", "--trials", "--window", "--settings"),
-  "turnover": ("FOLDER", "--methods", "--budgets", "--answer", "--rows", "--together"),
-  "plot_spans": ("FOLDER", "--text", "--length", "--local"),
-  "on_gpu": ("--out", "--only", "--minutes"),
-  "bench": ("--quick", "--only", "--add", "--compare", "--fail-slower"),
-  "tables": ("--check", "--documents"),
-  "plot": ("RESULTS", "--out", "--pictures"),
-  "evaluate": ("--tasks", "--methods", "--budgets", "--lengths", "--modes", "--samples", "--add"),
-}
 LENGTH, BUDGET = 400, 64
-ROOT = installed.FOLDER.parents[1]
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_help_names_the_arguments(name, monkeypatch, capsys):
-  monkeypatch.setattr(sys, "argv", [name, "--help"])
-  monkeypatch.setattr(os, "environ", os.environ.copy())
-  with pytest.raises(SystemExit) as end:
-    runpy.run_module(PROGRAMS[name], run_name="__main__")
-  out = capsys.readouterr().out
-  assert not end.value.code and "usage:" in out
-  assert ARGUMENTS.keys() <= PROGRAMS.keys()
-  for argument in ARGUMENTS.get(name, ()):
-    assert argument in out
 
 
 # ---- the demo's comparison
@@ -101,10 +54,6 @@ def run_demo(loaded, *names):
 
 DEMO = "full", "snapkv", "quest", "art", "cpe"
 FEW = "full", "snapkv", "cpe"  # two that share a pass, one that does not
-
-
-def test_the_demo_compares_five():
-  assert demo.choose(demo.Args().methods) == DEMO
 
 
 @pytest.mark.slow
@@ -178,6 +127,7 @@ def test_demo_shared_prefill_gives_what_its_own_gives(loaded):
 
 
 def test_demo_chooses_methods():
+  assert demo.choose(demo.Args().methods) == DEMO
   assert demo.choose(()) == ("full",)
   assert demo.choose(("random", "full", "random")) == ("full", "random")
   every = demo.choose(("all",))

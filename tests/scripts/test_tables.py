@@ -118,14 +118,6 @@ def test_check_shows_what_differs_and_a_run_writes_it(tmp_path, capsys):
   assert "all tables are those of the files" in capsys.readouterr().out
 
 
-def test_markers_that_nothing_writes_between(tmp_path):
-  for name in DOCUMENTS:
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("<!-- nonesuch: begin -->\n<!-- nonesuch: end -->", "utf-8")
-  with pytest.raises(ValueError, match=r"README.md: nonesuch: found no maker of this name"):
-    tables.main(tables.Args(documents=tmp_path))
-
-
 def test_all_that_is_missing_is_named(tmp_path):
   text = (ROOT / "scripts/results/README.md").read_text(
     "utf-8"

@@ -70,12 +70,6 @@ def files_of(folder: pathlib.Path, name: str) -> set[str]:
   }
 
 
-def test_everything_installed_begins_with_kvjax(wheel):
-  with zipfile.ZipFile(wheel) as archive:
-    names = archive.namelist()
-  assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvjax"}
-
-
 def test_wheel_holds_the_packages_and_their_data(wheel):
   assert wheel.name == f"kvjax-{kvjax.__version__}-py3-none-any.whl"
   with zipfile.ZipFile(wheel) as archive:
@@ -125,18 +119,6 @@ def test_readme_snippets_run_from_the_wheel(python, tmp_path):
   """In order, in a folder with nothing but a project's own packages of our folders' names."""
   shutil.copy(REPO / "scripts/examples/tiny.py", tmp_path)
   assert in_project(python, tmp_path, readme.program(tmp_path, "import tiny"))
-
-
-def test_programs_run_from_the_wheel(python, tmp_path):
-  dependencies = [p for p in sys.path if p.endswith("site-packages")]
-  program = f"""
-import runpy, sys
-sys.path += {dependencies!r}
-sys.argv = ["demo", "--help"]
-runpy.run_module("kvjax.programs.demo", run_name="__main__", alter_sys=True)
-"""
-  shown = run(python, "-I", "-c", program, cwd=tmp_path)
-  assert "usage: python -m kvjax.programs.demo" in shown
 
 
 def test_the_command_is_installed(python, tmp_path):

@@ -191,20 +191,6 @@ def test_branches_say_what_copies_say(method):
   fork(logits, caches, 1)  # the caches that they come from are still there
 
 
-def test_branches_have_the_window_of_their_own_row():
-  """Row by row what `fork` copies, of two rows that have read different texts."""
-  decoder = family_models.model("gemma3-parameters")
-  caches = Full().init_caches(decoder.spec(2, 72))
-  tokens, lengths = tiny_hf.tokens()[:, :40], np.array([40, 31])
-  logits, caches = prefill(decoder, tokens, lengths, caches, Full())
-  copied, shared = fork(logits, caches, 3)[1], fork_shared(logits, caches, Full(), 3, room=12)[1]
-  windows = [i for i, window in enumerate(decoder.config.windows) if window]
-  assert windows
-  for i in windows:
-    assert not np.array_equal(caches[i].pos[0], caches[i].pos[1])
-    chex.assert_trees_all_equal(*map(jax.tree.leaves, (shared[i], copied[i])))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3-parameters", "gpt-oss"])
 def test_families(family):
@@ -242,19 +228,6 @@ def test_bytes_are_as_planned():
   # A step reads the context once for all of its branches.
   moved = sum(layer.tokens for layer in step_traffic(model().spec(16, 64), forked))
   assert moved == 2 * 2 * 16 * 4 * 2 * (2 * 64 + 16 * 16)
-
-
-@pytest.mark.slow
-def test_decoding_moves_no_context():
-  """A step, its caches donated, writes all of them where they were; those before stay alive."""
-  logits, caches = read(Full())
-  *alone, one = fork_shared(logits, caches, Full(), 1, room=12)
-  generate(model(), *alone, one, steps=1)
-  assert not any(x.is_deleted() for x in jax.tree.leaves((logits, caches)))
-  _, shared, forked = fork_shared(logits, caches, Full(), 3, room=12)
-  step = jax.jit(functools.partial(model().decode, method=forked), donate_argnums=1)
-  compiled = step.lower(jnp.zeros(6, jnp.int32), shared).compile()
-  assert compiled.memory_analysis().alias_size_in_bytes >= bytes_of(shared)
 
 
 @pytest.mark.slow

@@ -95,16 +95,6 @@ def test_every_cell_has_a_press_and_shared_methods_their_budget():
       assert method.budget == cell.budget(2048) == cell.cut(2048, 2000).budget
 
 
-def test_windows_are_those_of_the_methods():
-  for name in ("snapkv", "pyramidkv"):
-    pair = program.PAIRS[name]
-    assert pair.method(256).window_size == pair.fields["window_size"]
-
-
-def test_a_cut_keeps_no_more_than_is_read():
-  assert program.Cell("full", 1.0, "agnostic").cut(2048, 1999).budget == 1999
-
-
 class Keys:
   """A tensor's shape."""
 

@@ -2,10 +2,8 @@
 
 from types import SimpleNamespace
 
-import jax
 import pytest
 
-import kvjax
 from scripts.tools import compiled, launches
 
 
@@ -46,16 +44,6 @@ def test_medians_are_of_the_steps_that_launch_the_same():
     [("a", 2.0), ("b", 9.0)],
   ]
   assert launches.medians(steps) == [("a", 2.0), ("b", 5.0)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has launches")
-def test_without_a_gpu_there_is_nothing_to_list(monkeypatch):
-  monkeypatch.setattr(launches, "FLUSH", 64)  # bytes; a GPU's L2 takes a CPU seconds,
-  monkeypatch.setattr(launches, "STEPS", 1)  # and so does each profile of a process that did much
-  layer = launches.Layer(kvjax.Quest(32, page=8, dense_layers=0), "3x2", 2, 96)
-  with pytest.raises(ValueError, match="found no launch on a GPU"):
-    launches.launches(layer, "reference")
 
 
 def test_every_layer_has_room_for_its_steps():

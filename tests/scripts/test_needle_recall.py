@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax import Full, InfLLM, Ltri, StreamingLLM
+from kvjax import Full, InfLLM, Ltri
 from kvjax.programs import common
 from kvjax.programs.evals import fitted
 from kvjax.programs.evals.task import Row
@@ -20,7 +20,6 @@ from scripts.studies.needle_recall import (
   chance,
   contestants,
   layers_table,
-  mean_recall,
   sample,
   table,
 )
@@ -36,14 +35,6 @@ def test_the_blocks_of_a_needle():
   assert Sample([0] * 20, 10, [0] * 4, ROW).blocks(method) == [1, 2]
   assert Sample([0] * 20, 11, [0] * 4, ROW).blocks(method) == [2]
   assert Sample([0] * 20, 1, [0] * 4, ROW).blocks(method) == [0]
-
-
-def test_recall_by_step_and_layer():
-  answers = [
-    {"recall": [[1.0, 0.0], [0.5, 0.0]]},
-    {"recall": [[0.0, 0.0]]},
-  ]
-  np.testing.assert_array_equal(mean_recall(answers), [[0.5, 0.0], [0.5, 0.0]])
 
 
 def test_recall_stands_beside_that_of_blocks_by_chance():
@@ -68,17 +59,6 @@ def test_recall_stands_beside_that_of_blocks_by_chance():
     ["0", "0.50*", "0.50*", "1.00"],
     ["1", "0.25*", "0.25*", "0.50*"],
   ]
-
-
-@pytest.mark.slow
-def test_a_stream_in_chunks_is_the_stream_at_once(monkeypatch):
-  """A method that forgets as it reads answers the same, whatever is read at a time."""
-  asked = Sample(TOKENS[0].tolist(), 5, TOKENS[0, 5:9].tolist(), ROW)
-  answers = []
-  for size in (needle_recall.CHUNK, 8):
-    monkeypatch.setattr(needle_recall, "CHUNK", size)
-    answers.append(answer(model(), letters(), StreamingLLM(12), [asked], 64))
-  assert answers[0] == answers[1]
 
 
 @pytest.mark.slow

@@ -114,18 +114,6 @@ def test_demo_reads_once_for_all(loaded, monkeypatch):
   assert len(reading.of("snapkv").caches) == 2
 
 
-@pytest.mark.slow
-def test_demo_shared_prefill_gives_what_its_own_gives(loaded):
-  """A member's continuation is the same as after a prefill of its own."""
-  *_, shared = run_demo(loaded, "full", "snapkv")
-  game = demo.Contest(*loaded, tiny_row(loaded[1]), LENGTH)
-  for name in ("full", "snapkv"):
-    method = kvjax.settings.usual(kvjax.METHODS[name], BUDGET)
-    own = game.run(name, method, game.read(method))
-  assert own.answer == shared.answer and shared.shared and not own.shared
-  np.testing.assert_allclose((own.top1, own.kl), (shared.top1, shared.kl), rtol=1e-4)
-
-
 def test_demo_chooses_methods():
   assert demo.choose(demo.Args().methods) == DEMO
   assert demo.choose(()) == ("full",)
@@ -329,13 +317,6 @@ def test_a_fleeting_step_leaves_nothing():
   assert log.getvalue() == ""
   shown = terminal.getvalue()
   assert "full: answering" in shown and shown.endswith("\r\x1b[K") and "\n" not in shown
-
-
-def test_a_table_cuts_what_is_too_long(capsys):
-  table = console.Table({"name": 6, "n": 4}, left=(0,))
-  assert capsys.readouterr().out == "name       n\n------  ----\n"
-  table.row(("toolong", "12.5"))
-  assert capsys.readouterr().out == "toolo…  12.5\n"
 
 
 # Those of developers that compile for ten seconds and more.

@@ -25,6 +25,7 @@ from tests.oracles import begun
 FULL, WINDOW, EVICTS = kvjax.Full(), kvjax.StreamingLLM(16), kvjax.H2O(16)
 INFLLM = kvjax.settings.example(kvjax.InfLLM, 16)
 SPEC = CacheSpec(2, 64, 2, 3, 16, 4, jnp.float32)
+CHECKED = Env(4, impl="reference", check_nan=True)
 
 
 pytestmark = pytest.mark.usefixtures("untyped")  # annotations would speak first
@@ -61,9 +62,7 @@ def test_room_is_counted_on_the_host():
 @pytest.mark.parametrize("method", [FULL, kvjax.TopKOracle(8, 1, 1)], ids=["full", "selective"])
 def test_a_step_beyond_the_capacity(method):
   """A loop of one's own hears of it under check_nan; the other rows' room does not matter."""
-  layer = begun(
-    method, Stream.random(0), [5, 3], capacity=6, env=Env(4, impl="reference", check_nan=True)
-  )
+  layer = begun(method, Stream.random(0), [5, 3], capacity=6, env=CHECKED)
   layer.decode([5, 3])
   layer.decode([5, 4], live=[False, True])  # the row that is full takes no part
   name = type(method).__name__
@@ -74,13 +73,13 @@ def test_a_step_beyond_the_capacity(method):
 
 
 def test_a_prompt_beyond_the_capacity():
-  layer = Layer(FULL, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
+  layer = Layer(FULL, Stream.random(0), 6, env=CHECKED)
   with pytest.raises(JaxRuntimeError, match=r"row 1 with 0 cached tokens and 7 to come, .* of 6"):
     layer.prefill([5, 7])
 
 
 def test_what_goes_round_has_room():
-  layer = Layer(WINDOW, Stream.random(0), 6, env=Env(4, impl="reference", check_nan=True))
+  layer = Layer(WINDOW, Stream.random(0), 6, env=CHECKED)
   for at in range(18):
     layer.decode([at, at])
   assert layer.cache.seen.tolist() == [18, 18]
@@ -108,8 +107,6 @@ def test_a_row_that_outgrows_what_the_model_was_trained_for_is_told():
       assert [str(x.message)[:7] for x in said] == ["prefill"] * told
       generate(decoder, logits, caches, method, steps=2, live=[False, True])
       assert len(said) == told  # the row that goes on has 14
-      if not told:
-        continue
   decoder = of_context(23)
   logits, caches = start()
   with pytest.warns(UserWarning, match=r"generate\(steps=2\): found .* than max_context = 23"):
@@ -142,20 +139,14 @@ def test_a_repetition_counts_to_the_context():
   [
     (kvjax.H2O(64), kvjax.H2O(32), "H2O(budget=64), expected H2O(budget=32)"),
     (FULL, kvjax.Quest(64), "Full(), expected Quest(base=Full(), dense_layers=2, budget=64"),
-    (
-      kvjax.PSAW(phi=0.5),
-      kvjax.PSAW(phi=1.0, sinks=8),
-      "PSAW(sinks=16, phi=0.5), expected PSAW(sinks=8, phi=1.0)",
-    ),
+    (kvjax.PSAW(phi=0.5), kvjax.PSAW(sinks=8), "PSAW(sinks=16, phi=0.5), expected PSAW(sinks=8, "),
     (kvjax.ART(FULL), kvjax.ART(kvjax.PSAW()), "ART(base=Full()), expected ART(base=PSAW("),
     (
-      kvjax.Measured(kvjax.Quest(64)),
-      kvjax.Measured(kvjax.Quest(32)),
+      *(kvjax.Measured(kvjax.Quest(n)) for n in (64, 32)),
       "Measured(base=Quest(budget=64)), expected Measured(base=Quest(budget=32))",
     ),
     (
-      kvjax.SharedPrefill((FULL, EVICTS)),
-      kvjax.SharedPrefill((FULL,)),
+      *(kvjax.SharedPrefill(members) for members in ((FULL, EVICTS), (FULL,))),
       "SharedPrefill(members=(Full(), H2O(budget=16, recent=None))), expected SharedPrefill(",
     ),
   ],
@@ -225,9 +216,7 @@ def test_what_is_no_cache():
   logits, caches = start()
   for given in (logits, None, list(logits), (1, 2), ()):
     for call in both(given, FULL):
-      with pytest.raises(
-        TypeError, match=r"caches: found \w+, expected the tuple that method\.init"
-      ):
+      with pytest.raises(TypeError, match=r"caches: found \w+, expected the tuple that"):
         call()
   with pytest.raises(ValueError, match=r"logits: found shape \(2, 60\), expected \(2, 61\)"):
     generate(model(), logits[:, 1:], caches, FULL, steps=1)
@@ -239,9 +228,7 @@ def test_donated_caches(tmp_path):
   logits, caches = start()
   _, newer = generate(model(), logits, caches, FULL, steps=2)
   assert not logits.is_deleted()
-  gone = (
-    "caches: found arrays that an earlier call was given .* expected the caches that it returned"
-  )
+  gone = "caches: found arrays that an earlier call was given .* expected the caches that"
   calls = *both(caches, FULL), lambda: room(caches, FULL), lambda: fork(logits, caches, 2)
   for call in (*calls, lambda: save(tmp_path / "x", logits, caches, FULL, model().spec(2, 64))):
     with pytest.raises(ValueError, match=gone):
@@ -292,11 +279,7 @@ def test_what_is_no_method(tmp_path):
     ({"batch": 0}, ValueError, "batch: found 0, expected 1 or more"),
     ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
     ({"layers": 0}, ValueError, "layers: found 0, expected 1 or more"),
-    (
-      {"layers": 2, "windows": (8, None)},
-      ValueError,
-      r"windows: found \(8, None\), expected None 2 times",
-    ),
+    ({"layers": 2, "windows": (8, None)}, ValueError, r"windows: found .*, expected None 2 times"),
   ],
 )
 def test_specs(changes, error, says):
@@ -336,14 +319,10 @@ def test_shapes_at_the_entrance(move, method):
     for cut in (lambda x: x[:, :1], lambda x: x[..., :8], lambda x: x[:1], lambda x: x[:, 0]):
       with pytest.raises(ValueError, match=rf"{name}: {wrong}: found shape \(.*expected \(2, 2, "):
         traced(move, method, lambda given, cut=cut, wrong=wrong: {wrong: cut(given[wrong])})
-  with pytest.raises(
-    ValueError, match=rf"{name}: q: found shape \(2, 1, 3, .*expected \(2, 2, any"
-  ):
+  with pytest.raises(ValueError, match=rf"{name}: q: found .*\(2, 1, 3, .*expected \(2, 2, any"):
     traced(move, method, lambda given: {"q": given["q"][:, :1]})
   if move == "prefill":
-    with pytest.raises(
-      ValueError, match=r"v: found shape \(2, 2, 4, 16\), expected \(2, 2, 5, 16\)"
-    ):
+    with pytest.raises(ValueError, match=r"v: found .*\(2, 2, 4, 16\), expected \(2, 2, 5, 16\)"):
       traced(move, method, lambda given: {"v": given["v"][:, :, :4]})
   else:
     with pytest.raises(ValueError, match=r"live: found shape \(1,\), expected \(2\)"):
@@ -415,11 +394,7 @@ class FlatScores(kvjax.TopKOracle):
   [
     (FlatRank(8), "prefill", r"FlatRank: rank: found shape \(2, 5\), expected \(2, 2, 5\)"),
     (FlatVictim(8), "decode_step", r"FlatVictim: victim: found shape \(2,\), expected \(2, 2\)"),
-    (
-      FlatScores(8, 1, 1),
-      "decode_step",
-      r"FlatScores: score: found shape \(2, 64\), expected \(2, 2, any\)",
-    ),
+    (FlatScores(8, 1, 1), "decode_step", r"FlatScores: score: found .*64\), expected \(2, 2, any"),
   ],
 )
 def test_shapes_of_what_a_subclass_says(method, move, says):
@@ -499,9 +474,7 @@ def test_a_bounded_method_without_a_victim():
     def rank(self, at, turn):
       return turn.staged["pos"].astype(jnp.float32), turn.staged
 
-  with pytest.raises(
-    TypeError, match=r"Forgetful\.victim: found none, expected the slot that a full"
-  ):
+  with pytest.raises(TypeError, match=r"Forgetful\.victim: found none, expected the slot that"):
     Forgetful(8)
 
   @dataclasses.dataclass(frozen=True)

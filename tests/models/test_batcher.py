@@ -349,12 +349,8 @@ def test_prompts_that_were_read_elsewhere():
   assert held[0].seen.tolist() == [first["prompt"].size + len(want.tokens)]
   assert answers[0].caches is None
   logits, caches = read(first["prompt"])
-  _, caches = generate(
-    *(model(), logits, caches, method),
-    steps=first["limit"],
-    sampling=DRAWING,
-    rows=[first["seed"]],
-  )
+  how = {"steps": first["limit"], "sampling": DRAWING, "rows": [first["seed"]]}
+  _, caches = generate(model(), logits, caches, method, **how)
   turn = np.arange(5)[None]
   (theirs, _), (ours, _) = (prefill(model(), turn, [5], x, method) for x in (caches, held))
   np.testing.assert_allclose(ours, theirs, atol=1e-5)

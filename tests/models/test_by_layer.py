@@ -80,9 +80,8 @@ def test_programs_that_were_dropped_are_traced_again():
   method = kvjax.Random(12)
 
   def read():
-    return prefill(
-      model(), TOKENS[:, :23], LENGTHS, method.init_caches(model().spec(2, 64)), method
-    )
+    caches = method.init_caches(model().spec(2, 64))
+    return prefill(model(), TOKENS[:, :23], LENGTHS, caches, method)
 
   want = read()
   by_layer._prefill.clear_cache()
@@ -94,20 +93,17 @@ def test_a_row_that_takes_no_part_in_a_step_keeps_every_bit():
   method = kvjax.SnapKV(12, window_size=4)
   run = Run(method)
   run.prefill()
-  before = jax.tree.map(lambda x: np.asarray(x), run.caches)
+  before = jax.tree.map(np.asarray, run.caches)
   layered = by_layer.ByLayer(model())
   tokens, live = jnp.asarray(TOKENS[:, 30]), jnp.asarray([False, True])
   got, after = layered.decode(tokens, run.caches, method, live)
   for cache, old in zip(after, before, strict=True):
-    chex.assert_trees_all_equal(
-      *(jax.tree.map(lambda x: np.asarray(x[0]), c) for c in (cache, old))
-    )
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), cache, old)
     np.testing.assert_array_equal(cache.seen, old.rows["seen"] + [0, 1])
   want = Run(method)
   want.prefill()
-  np.testing.assert_allclose(
-    got[1], want.decode(np.array([30, 30]), live=np.asarray(live))[1], atol=1e-5
-  )
+  said = want.decode(np.array([30, 30]), live=np.asarray(live))
+  np.testing.assert_allclose(got[1], said[1], atol=1e-5)
 
 
 def test_members_of_a_shared_prompt_are_asked_each_by_itself():

@@ -181,9 +181,8 @@ def test_damage_anywhere_is_refused_in_one_line(saved):
   for file in files_of(path):
     whole = file.read_bytes()
     places = rng.choice(len(whole), min(len(whole), 3), replace=False)  # `fuzz` tries many
-    flipped = [
-      whole[:i] + bytes([whole[i] ^ rng.integers(1, 256)]) + whole[i + 1 :] for i in places
-    ]
+    flips = ((i, bytes([whole[i] ^ rng.integers(1, 256)])) for i in places)
+    flipped = [whole[:i] + byte + whole[i + 1 :] for i, byte in flips]
     for data in (None, b"", whole[: len(whole) // 2], *flipped):
       file.unlink() if data is None else file.write_bytes(data)
       try:
@@ -309,10 +308,7 @@ def test_forks_are_refused(untyped):
     (lambda: fork(logits, caches, 2, row=1.0), r"row: found 1\.0, expected an integer"),
     (lambda: fork(logits, (), 2), "caches: found tuple, expected the tuple that"),
     (lambda: fork(logits[0], caches, 2), r"logits: found shape \(\d+,\), expected \[2, V\]"),
-    (
-      lambda: fork_shared(logits, caches, kvjax.Full(), 2, room=4.0),
-      r"room: found 4\.0, expected an integer",
-    ),
+    (lambda: fork_shared(logits, caches, FULL, 2, room=4.0), r"room: found 4\.0, expected an int"),
   ):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
       call()

@@ -41,10 +41,8 @@ def render(source, messages=HELLO, **arguments):
     ),
     ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),
     ("{% generation %}{{ messages[0].content }}{% endgeneration %}.", "hello."),
-    (
-      "{{ bos_token }}|{{ tools is none }}|{{ documents is none }}|{{ x is defined }}",
-      "|True|True|False",
-    ),
+    ("{{ bos_token }}|{{ tools is none }}|{{ documents is none }}", "|True|True"),
+    ("{{ x is defined }}", "False"),
     ("{{ namespace(a=1).a }}{{ messages|map(attribute='role')|join(',') }}", "1user"),
     (
       "{{ '%s-%05d' % ('a', 7) }}{{ '{:>3}'.format(1) }}{{ 'ab' * 2 }}{{ 2 ** 10 }}{{ [1] + [2] }}",

@@ -38,14 +38,7 @@ def logits_of(model, tokens):
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
   ("kind", "tied"),
-  [
-    (Kind.F32, True),
-    (Kind.F16, True),
-    (Kind.BF16, True),
-    (Kind.Q8_0, True),
-    (Kind.Q4_1, True),
-    (Kind.Q8_0, False),
-  ],
+  [*((getattr(Kind, x), True) for x in "F32 F16 BF16 Q8_0 Q4_1".split()), (Kind.Q8_0, False)],
 )
 def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
   stored = tiny_gguf.write(tmp_path / "x.gguf", tiny_gguf.tensors(tied), kind=kind)

@@ -119,16 +119,11 @@ def test_yarn_extends_the_stated_context(tmp_path):
 # ---- the same weights through GGUF
 
 
-_GGUF_GEMMA2 = {
-  "attention.sliding_window": 24,
-  "attn_logit_softcapping": 2.0,
-  "final_logit_softcapping": 30.0,
-}
-_GGUF_YARN = {
-  "rope.scaling.type": "yarn",
-  "rope.scaling.factor": 4.0,
-  "rope.scaling.original_context_length": 32,
-}
+_WINDOW = {"attention.sliding_window": 24}
+_GEMMA2 = {**_WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0}
+_LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+_GGUF_YARN = {**_LINEAR, "rope.scaling.type": "yarn", "rope.scaling.original_context_length": 32}
+_FAST_YARN = {**_GGUF_YARN, "rope.scaling.yarn_beta_fast": 8.0}
 
 
 @pytest.mark.parametrize(
@@ -137,31 +132,26 @@ _GGUF_YARN = {
     ("llama2", {}),
     ("llama3.2", "rope_freqs"),
     ("smollm2", {}),
-    ("llama-linear", {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}),
+    ("llama-linear", _LINEAR),
     ("mistral", {}),
     ("qwen2", {}),
     ("qwen2.5-yarn", _GGUF_YARN),
     ("qwen3", {}),
-    ("qwen3-tied-yarn", {**_GGUF_YARN, "rope.scaling.yarn_beta_fast": 8.0}),
+    ("qwen3-tied-yarn", _FAST_YARN),
     ("phi4", {}),
     ("phi-partial", {}),
     ("glm4-0414", {}),
     ("phi-long", "rope_factors"),
     ("qwen3-moe", {}),
-    ("gpt-oss", {**_GGUF_YARN, "attention.sliding_window": 24, "rope.scaling.yarn_beta_fast": 8.0}),
-    ("mistral-sliding", {"attention.sliding_window": 24}),
-    ("phi3-mini", {"attention.sliding_window": 24}),
-    ("gemma2", _GGUF_GEMMA2),
-    ("gemma3", {"attention.sliding_window": 24, "attention.sliding_window_pattern": 3}),
+    ("gpt-oss", {**_FAST_YARN, **_WINDOW}),
+    ("mistral-sliding", _WINDOW),
+    ("phi3-mini", _WINDOW),
+    ("gemma2", _GEMMA2),
+    ("gemma3", {**_WINDOW, "attention.sliding_window_pattern": 3}),
     (
       "gemma3-parameters",
-      {
-        "attention.sliding_window": 24,
-        "attention.sliding_window_pattern": 2,
-        "rope.freq_base": 1000000.0,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 8.0,
-      },
+      {**_WINDOW, "attention.sliding_window_pattern": 2, "rope.freq_base": 1e6}
+      | {**_LINEAR, "rope.scaling.factor": 8.0},
     ),
   ],
 )

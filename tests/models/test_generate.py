@@ -460,9 +460,8 @@ def test_a_step_aliases_all_cache_bytes():
   decoder, rows, capacity = model(), 2, 512
   graph, leaves = split(decoder)
   caches = FULL.init_caches(decoder.spec(rows, capacity))
-  always = Always(
-    jnp.zeros(8, jnp.int32), jnp.arange(rows), Sampling().knobs(CONFIG.vocab), jnp.uint32(0)
-  )
+  knobs = Sampling().knobs(CONFIG.vocab)
+  always = Always(jnp.zeros(8, jnp.int32), jnp.arange(rows), knobs, jnp.uint32(0))
   logits, live, want = jnp.zeros((rows, CONFIG.vocab)), jnp.ones(rows, bool), jnp.full(rows, -1)
   _, decoding = jitted()
   lowered = decoding.lower(graph, FULL, True, False, leaves, caches, logits, live, want, always)
@@ -689,9 +688,7 @@ def test_prompts_are_padded():
   for wrong in ([[1], [1.5]], [[1], "ab"], [[1], 2], [[1], [True]], [[1], [[2]]]):
     with pytest.raises(TypeError, match=r"prompts\[1\]: found .*expected a list of integers"):
       pad(wrong)
-  with pytest.raises(
-    ValueError, match=r"prompts\[0\]: found an id of 4294967297, expected at most"
-  ):
+  with pytest.raises(ValueError, match=r"prompts\[0\]: found an id of 4294967297, expected at"):
     pad([[2**32 + 1]])
   with pytest.raises(TypeError, match="prompts: found None, expected a list of lists of token ids"):
     pad(None)
@@ -706,24 +703,18 @@ def test_prompts_of_any_length_take_few_programs():
 
   def kept(caches):
     """Empty slots may hold anything."""
-    return [
-      jax.tree.map(
-        lambda x, c=c: jnp.where((c.pos >= 0)[..., None], x, 0), (c.slots["k"], c.pos[..., None])
-      )
-      for c in caches
-    ]
+    there = [c.pos >= 0 for c in caches]
+    keys = [jnp.where(x[..., None], c.slots["k"], 0) for x, c in zip(there, caches, strict=True)]
+    return keys, [jnp.where(x, c.pos, 0) for x, c in zip(there, caches, strict=True)]
 
   method = kvjax.StreamingLLM(12)
   before = by_layer._prefill._cache_size()
   for size in (3, 17, 40):
     logits, caches = read(TOKENS[:, :size], [size, 2], method)
     own = method.init_caches(model().spec(2, 48))
-    want = ByLayer(model()).prefill(
-      jnp.asarray(TOKENS[:, :size]), jnp.array([size, 2]), own, method, past=0
-    )
-    chex.assert_trees_all_close(
-      (logits, kept(caches)), (want[0], kept(want[1])), rtol=2e-4, atol=2e-4
-    )
+    given = jnp.asarray(TOKENS[:, :size]), jnp.array([size, 2]), own, method
+    want, own = ByLayer(model()).prefill(*given, past=0)
+    chex.assert_trees_all_close((logits, kept(caches)), (want, kept(own)), rtol=2e-4, atol=2e-4)
   assert by_layer._prefill._cache_size() - before == 4  # one, and three of their own lengths
   _, full = start(capacity=40)
   _, full = prefill(model(), TOKENS[:, 23:26], [3, 3], full, FULL)

@@ -40,11 +40,8 @@ def test_text_chat_and_batch(ask):
   assert ask([QUESTION, chat], steps=9) == by_hand(ask, ids, 9)
   plain = [*ask.tokenizer.prefix, *ask.tokenizer.encode(QUESTION, bos=False)]
   assert ask(QUESTION, steps=9, raw=True) == by_hand(ask, [plain], 9)[0]
-  drawn = Sampling(temperature=2.0)
-  assert (
-    ask(QUESTION, steps=9, sampling=drawn, seed=3)
-    == by_hand(ask, ids[:1], 9, sampling=drawn, seed=3)[0]
-  )
+  drawn = {"sampling": Sampling(temperature=2.0), "seed": 3}
+  assert ask(QUESTION, steps=9, **drawn) == by_hand(ask, ids[:1], 9, **drawn)[0]
 
 
 def test_stops_and_streams(ask):

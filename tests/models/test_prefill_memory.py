@@ -8,20 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core
 
-from kvjax import (
-  H2O,
-  TOVA,
-  AdaKV,
-  Cache,
-  CacheSpec,
-  Carry,
-  DuoAttention,
-  Env,
-  Full,
-  Prompt,
-  PyramidKV,
-  SnapKV,
-)
+import kvjax
+from kvjax import Cache, CacheSpec, Carry, Env, Prompt
 
 
 def sizes(jaxpr):
@@ -65,13 +53,10 @@ def traced(method, impl, tokens, past):
 @pytest.mark.parametrize(
   "method",
   [
-    Full(),
-    SnapKV(budget=2048),
-    PyramidKV(budget=2048),
-    TOVA(budget=2048),
-    H2O(budget=2048),
-    AdaKV(SnapKV(budget=2048)),
-    DuoAttention("alternate"),
+    kvjax.Full(),
+    *(cls(budget=2048) for cls in (kvjax.SnapKV, kvjax.PyramidKV, kvjax.TOVA, kvjax.H2O)),
+    kvjax.AdaKV(kvjax.SnapKV(budget=2048)),
+    kvjax.DuoAttention("alternate"),
   ],
   ids=lambda m: type(m).__name__,
 )
@@ -81,7 +66,7 @@ def test_no_map_of_queries_and_slots(method, impl):
   The map of one head would have 2^34 elements, of a layer 2^39; the queries have 2^29.
   """
   q, kv, held, after, largest = traced(method, impl, TOKENS, 0)
-  blocks = 32 * 512 * TOKENS if impl == "reference" and isinstance(method, H2O) else 0
+  blocks = 32 * 512 * TOKENS if impl == "reference" and isinstance(method, kvjax.H2O) else 0
   assert largest <= max(q, blocks) and held == after
   if not method.traits.positional:  # what the layers above are computed beside
     assert held < kv / 10
@@ -93,6 +78,6 @@ def test_a_chunk_never_makes_the_full_cache(impl):
 
   A layer of an 8B shape of 128K tokens, read in chunks of 2,048.
   """
-  _, _, held, _, largest = traced(DuoAttention("alternate"), impl, 2048, None)
+  _, _, held, _, largest = traced(kvjax.DuoAttention("alternate"), impl, 2048, None)
   keys = 8 * TOKENS * 128
   assert held < 0.6 * 2 * keys and largest < 0.6 * keys

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -76,8 +77,6 @@ def test_decode_step(name):
   tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
   logits, after = jax.eval_shape(step, state, tokens, caches)
   assert (logits.shape, logits.dtype) == ((2, config.vocab), jnp.float32)
-  assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
-    lambda x: (x.shape, x.dtype), caches
-  )
+  chex.assert_trees_all_equal_shapes_and_dtypes(after, caches)
   assert after[0].slots["k"].shape[:2] == (2, config.kv_heads)
   assert after[0].slots["k"].shape[-1] == config.head_dim

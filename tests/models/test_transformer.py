@@ -123,12 +123,8 @@ def test_weights_are_one_array_per_product_and_layer():
     "mlp": {"down": (40, 24), "gate_up": (24, 2, 40)},
     "mlp_norm": {"scale": (24,)},
   }
-  assert shapes == {
-    "embedding": (31, 24),
-    "head": (31, 24),
-    "layers": {0: layer, 1: layer},
-    "norm": {"scale": (24,)},
-  }
+  around = {"embedding": (31, 24), "head": (31, 24), "norm": {"scale": (24,)}}
+  assert shapes == {**around, "layers": {0: layer, 1: layer}}
 
 
 def test_aux_is_reported_per_layer():

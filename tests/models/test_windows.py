@@ -19,6 +19,7 @@ from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn import parallel
 from kvjax.runtime.shared_prefill import SharedPrefill, take
+from kvjax.testing import Stream
 from tests import tiny_hf
 from tests.family_models import model
 from tests.law_cases import CASES, FAMILIES
@@ -52,7 +53,12 @@ def start(method, name=GEMMA, capacity=CAPACITY, **how):
   return prefill(decoder, TOKENS[:, :60], LENGTHS, caches, method, **how)
 
 
-def steps(method, caches, count=6, decoder=None):
+def check_steps(got, want, count=6):
+  """Both say the same of more tokens; each is a method and its caches, and a decoder."""
+  np.testing.assert_allclose(*(steps(*x, count=count)[0] for x in (got, want)), rtol=0, atol=CLOSE)
+
+
+def steps(method, caches, decoder=None, count=6):
   """Logits of so many more tokens of each row, [count, B, V], and the caches."""
   decoder, out = decoder or model(GEMMA), []
   step = jax.jit(lambda token, caches: decoder.decode(token, caches, method))
@@ -124,9 +130,7 @@ def test_the_neutral_setting_equals_full(name):
   want, full = start(kvjax.Full())
   got, caches = start(method)
   np.testing.assert_allclose(got, want, atol=CLOSE)
-  np.testing.assert_allclose(
-    steps(method, caches)[0], steps(kvjax.Full(), full)[0], rtol=0, atol=CLOSE
-  )
+  check_steps((method, caches), (kvjax.Full(), full))
 
 
 @pytest.mark.slow
@@ -138,8 +142,7 @@ def test_sinks_under_every_kind_of_method(name):
   want, full = start(kvjax.Full(), "gpt-oss")
   got, caches = start(method, "gpt-oss")
   np.testing.assert_allclose(got, want, atol=CLOSE)
-  got, want = (steps(m, x, 3, decoder)[0] for m, x in ((method, caches), (kvjax.Full(), full)))
-  np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+  check_steps((method, caches, decoder), (kvjax.Full(), full, decoder), 3)
 
 
 @pytest.mark.slow
@@ -149,9 +152,7 @@ def test_chunks_give_what_one_call_gives(chunk):
   want, whole = start(kvjax.Full())
   got, caches = start(kvjax.Full(), chunk=chunk)
   np.testing.assert_allclose(got, want, atol=CLOSE)
-  np.testing.assert_allclose(
-    steps(kvjax.Full(), caches)[0], steps(kvjax.Full(), whole)[0], rtol=0, atol=CLOSE
-  )
+  check_steps((kvjax.Full(), caches), (kvjax.Full(), whole))
 
 
 @pytest.mark.slow
@@ -176,13 +177,12 @@ def test_further_turns_and_idle_rows():
 def test_kernels_equal_the_reference(name):
   """Interpreted: the window in a prompt, the ring in a step, a sink in either's denominator."""
   method = kvjax.Full()
-  want, caches = start(method, name)
-  more, _ = steps(method, caches, 2, model(name))
+  want, theirs = start(method, name)
   decoder = model(name, "pallas")
   empty = decoder.init_caches(method, 2, CAPACITY)
   got, caches = prefill(decoder, TOKENS[:, :60], LENGTHS, empty, method)
   np.testing.assert_allclose(got, want, atol=CLOSE)
-  np.testing.assert_allclose(steps(method, caches, 2, decoder)[0], more, rtol=0, atol=CLOSE)
+  check_steps((method, caches, decoder), (method, theirs, model(name)), 2)
 
 
 def test_layers_of_a_kind_share_a_program():
@@ -219,9 +219,8 @@ def test_room():
   with pytest.raises(ValueError, match=r"needs 73 slots, found a capacity of 72"):
     generate(model(GEMMA), np.zeros((2, 64), np.float32), caches, kvjax.Full(), steps=13)
   assert room(start(kvjax.TOVA(8))[1], kvjax.TOVA(8)) is None
-  endless, short = (
-    model("mistral-sliding").init_caches(kvjax.Full(), 2, n) for n in (WINDOW, WINDOW - 1)
-  )
+  decoder = model("mistral-sliding")
+  endless, short = (decoder.init_caches(kvjax.Full(), 2, n) for n in (WINDOW, WINDOW - 1))
   assert room(endless, kvjax.Full()) is None  # all layers have the window
   assert room(short, kvjax.Full()).tolist() == [WINDOW - 1] * 2
 
@@ -240,9 +239,7 @@ def test_one_prefill_for_several_members():
   members = settings.example(kvjax.SnapKV, 16), kvjax.Full()
   _, caches = start(SharedPrefill(members))
   for i, method in enumerate(members):
-    want = steps(method, start(method)[1], 3)[0]
-    got = steps(method, take(caches, i), 3)[0]
-    np.testing.assert_allclose(got, want, rtol=0, atol=CLOSE)
+    check_steps((method, take(caches, i)), (method, start(method)[1]), 3)
 
 
 @pytest.mark.slow
@@ -254,8 +251,7 @@ def test_heads_over_two_devices(name):
   got, over = prefill(spread, TOKENS[:, :60], LENGTHS, empty, method)
   np.testing.assert_allclose(got, want, atol=CLOSE)
   assert over[0].slots["k"].sharding.shard_shape(over[0].slots["k"].shape)[1:3] == (1, WINDOW)
-  one, two = (steps(method, x, 3, m)[0] for x, m in ((caches, model(name)), (over, spread)))
-  np.testing.assert_allclose(two, one, rtol=0, atol=CLOSE)
+  check_steps((method, over, spread), (method, caches, model(name)), 3)
 
 
 def test_split_slots_are_refused():
@@ -271,8 +267,6 @@ def test_split_slots_are_refused():
 
 def test_a_window_by_hand():
   """Worked out: five tokens through a ring of three, each value the mean of what is seen."""
-  from kvjax.testing import Stream
-
   method, stream = Sliding(3), Stream.random(0)
   flat = dataclasses.replace(stream, q=np.zeros_like(stream.q))  # all weights alike
   layer = begun(method, flat, [2] * len(flat.v), capacity=16)

@@ -144,21 +144,6 @@ def test_qwen3_thinking_and_calls():
   assert '\n{"type": "function", "function": {"name": "größe", "descr' in of("qwen3", tools=[TOOL])
 
 
-def test_glm4_reads_tools_in_a_message():
-  messages = [{"role": "system", "content": "", "tools": [{"name": "f"}]}, *HELLO]
-  assert of("glm4", messages) == (
-    '[gMASK]<sop><|system|>\n[\n    {\n        "name": "f"\n    }\n]<|user|>\nhello<|assistant|>'
-  )
-
-
-def test_gemma_takes_parts_and_a_system_message():
-  parts = [{"type": "text", "text": " hello "}]
-  messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
-  assert of("gemma", messages) == (
-    "<bos><start_of_turn>user\nBe brief.\n\nhello<end_of_turn>\n<start_of_turn>model\n"
-  )
-
-
 def test_gpt_oss_macros_effort_and_date():
   text = of("gpt-oss", tools=[TOOL], reasoning_effort="low")
   assert text == (

@@ -16,18 +16,8 @@ from kvjax.models.nn import experts, parallel
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 
-CONFIG = ModelConfig(
-  vocab=61,
-  dim=16,
-  layers=2,
-  heads=6,
-  kv_heads=2,
-  head_dim=8,
-  ffn=12,
-  experts=5,
-  experts_per_token=2,
-  qk_norm=True,
-)
+SIZES = {"vocab": 61, "dim": 16, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 8, "ffn": 12}
+CONFIG = ModelConfig(**SIZES, experts=5, experts_per_token=2, qk_norm=True)
 CLOSE = 2e-5  # float32 against sums in float64
 SPLIT = 1e-5  # logits, float32; two devices sum halves of the width apart
 BIASED = dataclasses.replace(CONFIG, mlp_bias=True, activation="clipped", norm_experts=False)

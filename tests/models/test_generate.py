@@ -27,6 +27,7 @@ from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, model
 from tests.tiny_tokenizers import letters
 
 FULL = kvjax.Full()
+STREAMED = kvjax.settings.example(kvjax.InfLLM, 16)  # decodes layer by layer, but on a GPU
 NAMES = ("full", "streaming_llm", "random")  # all others stand under the laws
 
 
@@ -431,28 +432,17 @@ def test_does_not_retrace():
   assert reading._cache_size() == decoding._cache_size() == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Alike(kvjax.StreamingLLM):
-  """A method that asks for decode steps of layer by layer."""
-
-  @property
-  def traits(self):
-    return super().traits.but(by_layer=True)
-
-
 def test_steps_are_one_program_on_a_gpu(monkeypatch):
-  assert by_layer.decodes(model(), _Alike(16))
+  assert by_layer.decodes(model(), STREAMED)
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-  assert by_layer.reads(model()) and not by_layer.decodes(model(), _Alike(16))
+  assert by_layer.reads(model()) and not by_layer.decodes(model(), STREAMED)
 
 
 def test_layers_that_are_alike_share_a_program():
-  jitted()
+  by_layer._SITES.clear()
   by_layer._decode.clear_cache()
-  method = _Alike(16)
   for steps in (3, 5):
-    run(method, steps=steps, chunk=4)
-  assert by_layer._prefill._cache_size() == 1
+    run(STREAMED, steps=steps, chunk=4)
   assert by_layer._decode._cache_size() == 1
 
 

@@ -1,6 +1,5 @@
 """GGUF files as they are published, and as nobody should publish them."""
 
-import dataclasses
 import struct
 
 import gguf
@@ -187,27 +186,16 @@ def test_byte_order_and_age_are_named(tmp_path):
 # ---- hostile files
 
 
-@dataclasses.dataclass
-class Places:
-  """Where a file has the fields of its second tensor, and its counts."""
-
-  count: int
-  entries: int
-  first_key: int
-  dimensions: int
-  kind: int
-  offset: int
-
-
 @pytest.fixture
 def damaged(tmp_path):
-  """A file, and where its numbers are."""
+  """A file, and where its counts are, and the fields of its second tensor."""
   path = tmp_path / "bad.gguf"
   tiny_gguf.write(path)
   reader = gguf.GGUFReader(path)
   field = reader.tensors[1].field
   ends = field.offset + np.cumsum([0, *(x.nbytes for x in field.parts)])
-  return path, Places(8, 16, 24, int(ends[2]), int(ends[4]), int(ends[5]))
+  second = {"dimensions": int(ends[2]), "kind": int(ends[4]), "offset": int(ends[5])}
+  return path, {"count": 8, "entries": 16, "first_key": 24, **second}
 
 
 def patch(path, at, data):
@@ -233,7 +221,7 @@ def patch(path, at, data):
 )
 def test_structure_that_lies(damaged, place, data, message):
   path, places = damaged
-  patch(path, getattr(places, place), data)
+  patch(path, places[place], data)
   with pytest.raises((ValueError, NotImplementedError), match=rf"bad\.gguf: .*(?:{message})"):
     GGUF(path)
 
@@ -248,7 +236,7 @@ def test_a_vector_that_says_it_is_in_blocks(damaged):
 
 def test_a_quantisation_of_the_future(damaged):
   path, places = damaged
-  patch(path, places.kind, struct.pack("<I", 999))
+  patch(path, places["kind"], struct.pack("<I", 999))
   with pytest.raises(NotImplementedError, match=r"bad\.gguf: tensor '.*': .* number 999"):
     GGUF(path)
 

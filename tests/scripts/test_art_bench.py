@@ -30,15 +30,9 @@ def test_walks_of_the_quick_shapes_stop_where_the_references_do():
 
 
 @pytest.mark.slow  # that other steps get no time is shown below, of a case that takes none
-@pytest.mark.parametrize(
-  "options",
-  [
-    pytest.param({"patience": math.inf}, id="never"),
-    pytest.param({"patience": 6}, id="a tile later"),
-  ],
-)
-def test_a_walk_that_stops_elsewhere_is_wrong(options):
-  case, error, apart = quick(**options)
+@pytest.mark.parametrize("patience", [math.inf, 6], ids=["never", "a tile later"])
+def test_a_walk_that_stops_elsewhere_is_wrong(patience):
+  case, error, apart = quick(patience=patience)
   assert apart > case.slack
   assert error <= case.tolerance  # which is why outputs are not enough
 

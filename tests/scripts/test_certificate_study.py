@@ -1,7 +1,6 @@
 """The study of certificates: what is certified by what, on a tiny model and by hand."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -9,8 +8,6 @@ import pytest
 from kvjax.analysis.certificates import Certificate
 from scripts.examples import tiny
 from scripts.studies import certificate_study as study
-from scripts.tools import markers
-from scripts.tools.tablemakers import Results, studies
 
 ARGS = study.Args(None, length=64, queries=8, budget=6)
 
@@ -81,10 +78,8 @@ def test_queries_before_are_not_those_that_are_certified():
   for layer in q:
     layer[:, :, : ARGS.queries - 1] *= 0.5  # the last one is the anchor of the first certified one
   changed = set()
-  pairs = zip(
-    study.rows(one, text(1), ARGS), study.rows(one._replace(q=q), text(1), ARGS), strict=True
-  )
-  for old, new in pairs:
+  rows = (study.rows(each, text(1), ARGS) for each in (one, one._replace(q=q)))
+  for old, new in zip(*rows, strict=True):
     if not np.array_equal(old.found.bound, new.found.bound):
       changed.add(old.fitted)
   assert changed == {study.BEFORE}
@@ -125,16 +120,6 @@ def test_shares_by_hand():
   assert (line["bound_over_trivial"], line["actual_over_trivial"]) == (0.75, 0.375)
   assert (line["below_half"], line["below_half_by_text"]) == (0, [0, 0])  # 1 is not below 1
   assert "50.0% (50.0% to 50.0%)" in study.table([line])
-
-
-def test_the_documents_table(tmp_path):
-  path = tmp_path / "certificates.json"
-  about = {"about": {"device": "cpu", "model": "tiny"}, "starts": ["a", "b"]}
-  lines = study.summary([[row([0.5, 1.0], [1.0, 2.0])], [row([0.5], [1.0])]])
-  path.write_text(json.dumps({"rows": lines, "n": "2 texts", **about}), "utf-8")
-  *_, line, _, note = markers.markdown(studies.certificates(Results(tmp_path), path.name))
-  assert line == "| a bound | another text | 3 | 67 % (50 % to 100 %) | 0 % | 0 | 0.5 | 0.25 |"
-  assert note == "`2 texts`"
 
 
 @pytest.mark.parametrize(

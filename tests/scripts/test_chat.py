@@ -145,9 +145,8 @@ def test_a_message_whose_reading_is_stopped_is_read_on(loaded, tmp_path, monkeyp
   (file := tmp_path / "text").write_text("".join(map(chr, range(33, 122))) * 2)
   monkeypatch.setattr(turn, "LEAST", 16)
   reads, prefilled = [], turn.read
-  monkeypatch.setattr(
-    turn, "read", lambda *a, **how: (reads.append(how["begun"]), prefilled(*a, **how))[1]
-  )
+  reading = lambda *a, **how: reads.append(how["begun"]) or prefilled(*a, **how)  # noqa: E731
+  monkeypatch.setattr(turn, "read", reading)
 
   def stop(self, said):
     raise KeyboardInterrupt
@@ -190,11 +189,8 @@ def test_a_message_that_is_no_text_costs_no_more_than_itself(loaded, monkeypatch
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, "utf-8"))
   chat.main(ARGS)
   out = capsys.readouterr().out.splitlines()
-  said = next(line for line in out if line.startswith("(error: "))
-  assert said == (
-    "(error: messages: content: found a byte 0xE9 that is no UTF-8 at character 3, expected "
-    "Unicode text)"
-  )
+  (said,) = (line for line in out if line.startswith("(error: messages: content: "))
+  assert said.endswith("found a byte 0xE9 that is no UTF-8 at character 3, expected Unicode text)")
   assert any("'/caf\\udce9': no such command" in line for line in out)
   first, second = (line for line in out if line.startswith("(full · read"))
   assert read(second) < read(first) + ARGS.steps
@@ -227,9 +223,8 @@ def test_template_arguments_reach_every_turn(loaded):
   (first, second), both = lines
   assert both == [first + len("short"), second + len("short")]
   with pytest.raises(ValueError, match=r"enable_think: .*chat template does not read"):
-    chat.Conversation(
-      model, tokenizer, dataclasses.replace(ARGS, template_args='{"enable_think": 1}')
-    ).ask("Who?")
+    args = dataclasses.replace(ARGS, template_args='{"enable_think": 1}')
+    chat.Conversation(model, tokenizer, args).ask("Who?")
 
 
 def test_the_last_part_of_an_answer_is_what_it_says(tmp_path):

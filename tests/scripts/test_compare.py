@@ -114,50 +114,34 @@ def test_two_files(folders):
 
 
 @pytest.mark.parametrize(
-  "spoil, error, said",
+  "new, error, said",
   [
-    (lambda old, new: (old, new / "none"), FileNotFoundError, "none: found nothing there"),
-    (lambda old, new: (old, twice(new)), ValueError, "expected the results of one device"),
-    (lambda old, new: (old, old / "bench_decode.json"), ValueError, "a folder and a file"),
-    (lambda old, new: (old, empty(new)), FileNotFoundError, "found no bench_.*json"),
-    (lambda old, new: (old, other(new, "bench_prr.json")), ValueError, "found no suite in both"),
-    (lambda old, new: (old, other(new, "bench_select.json")), ValueError, "found no case and"),
-    (lambda old, new: (old, text(new, "{}")), ValueError, "found no cases"),
-    (lambda old, new: (old, text(new, "run")), ValueError, "not JSON"),
-    (lambda old, new: (old, bare(new)), ValueError, r"c: found no repetitions .*of 'kvjax'"),
+    ("none", FileNotFoundError, "none: found nothing there"),
+    ("twice", ValueError, "expected the results of one device"),
+    ("old/bench_decode.json", ValueError, "a folder and a file"),
+    ("empty", FileNotFoundError, "found no bench_.*json"),
+    ("prr", ValueError, "found no suite in both"),
+    ("select", ValueError, "found no case and"),
+    ("object", ValueError, "found no cases"),
+    ("text", ValueError, "not JSON"),
+    ("bare", ValueError, r"c: found no repetitions .*of 'kvjax'"),
   ],
 )
-def test_what_cannot_be_compared_is_refused(folders, spoil, error, said):
+def test_what_cannot_be_compared_is_refused(folders, tmp_path, new, error, said):
+  cases = {"c": {"kvjax": times(1)}}
+  for name in ("twice/one", "twice/other", "object", "text", "bare"):
+    path = run(tmp_path / name / "bench_decode.json", cases)
+    found = {
+      "object": "{}",
+      "text": "run",
+      "bare": path.read_text("utf-8").replace("us_all", "all"),
+    }
+    path.write_text(found.get(name, path.read_text("utf-8")), "utf-8")
+  for name in ("prr", "select"):
+    run(tmp_path / name / f"bench_{name}.json", cases)
+  (tmp_path / "empty").mkdir()
   with pytest.raises(error, match=said):
-    compare.compare(*spoil(*folders))
-
-
-def twice(new):
-  """The same suite of another device beside it."""
-  run(new / "nvidia-a100" / "bench_decode.json", {"a": {"kvjax": times(1)}})
-  return new
-
-
-def empty(new):
-  (new / "empty").mkdir()
-  return new / "empty"
-
-
-def other(new, name):
-  return run(new / "other" / name, {"c": {"kvjax": times(1)}}).parent
-
-
-def text(new, content):
-  path = new / "text" / "bench_decode.json"
-  path.parent.mkdir()
-  path.write_text(content, "utf-8")
-  return path.parent
-
-
-def bare(new):
-  path = run(new / "bare" / "bench_decode.json", {"c": {"kvjax": times(1)}})
-  path.write_text(path.read_text("utf-8").replace("us_all", "all"), "utf-8")
-  return path.parent
+    compare.compare(folders[0], tmp_path / new)
 
 
 def main(*given):

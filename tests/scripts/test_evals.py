@@ -439,10 +439,7 @@ PERFECT = {
   "infinitebench_code_debug": "The answer is: {}",
 }
 # Metrics that are not on every machine.
-PACKAGES = {
-  "jieba": ("dureader", "vcsum", "multifieldqa_zh"),
-  "rouge_score": ("longbook_sum_eng",),
-}
+PACKAGES = {"jieba": ("dureader", "vcsum", "multifieldqa_zh"), "rouge_score": ("_sum_eng",)}
 
 
 # ---- programs

@@ -70,14 +70,7 @@ def test_methods(name, data):
 
 @pytest.mark.parametrize(
   "whole",
-  [
-    CacheSpec(1, 64, 2, 2, 16, 2),
-    Env(4),
-    CONFIG,
-    Sampling(0.7),
-    Rope(),
-    Rope(10000.0, kvjax.Yarn(4.0, 64)),
-  ],
+  [CacheSpec(1, 64, 2, 2, 16, 2), Env(4), CONFIG, Sampling(0.7), Rope(1e4, kvjax.Yarn(4.0, 64))],
   ids=lambda x: type(x).__name__,
 )
 @given(data=st.data())

@@ -9,14 +9,14 @@ from scripts.tools import compiled, launches
 
 def plane(name, **lines):
   """A plane of a profile; a line's events are (name, start, duration in ns)."""
-  made = [
-    SimpleNamespace(
-      name=line,
-      events=[SimpleNamespace(name=n, start_ns=at, duration_ns=time) for n, at, time in events],
-    )
-    for line, events in lines.items()
-  ]
-  return SimpleNamespace(name=name, lines=made)
+
+  def event(name, at, time):
+    return SimpleNamespace(name=name, start_ns=at, duration_ns=time)
+
+  made = {line: [event(*each) for each in events] for line, events in lines.items()}
+  return SimpleNamespace(
+    name=name, lines=[SimpleNamespace(name=n, events=x) for n, x in made.items()]
+  )
 
 
 def test_only_the_streams_of_a_gpu_are_listed_in_order():
@@ -37,12 +37,8 @@ def test_a_profile_is_accounted_for():
 
 
 def test_medians_are_of_the_steps_that_launch_the_same():
-  steps = [
-    [("a", 1.0), ("b", 5.0)],
-    [("a", 3.0), ("b", 4.0)],
-    [("a", 2.0)],
-    [("a", 2.0), ("b", 9.0)],
-  ]
+  steps = [[("a", a), ("b", b)] for a, b in ((1.0, 5.0), (3.0, 4.0), (2.0, 9.0))]
+  steps.insert(2, [("a", 2.0)])
   assert launches.medians(steps) == [("a", 2.0), ("b", 5.0)]
 
 

@@ -14,7 +14,7 @@ from kvjax.programs.evals import choices, costs, families, pictures, stats
 from kvjax.programs.evals.pictures.callouts import place
 from kvjax.programs.evals.pictures.cost import front
 from kvjax.programs.evals.standing import standings
-from scripts.tools.tablemakers import Results, real, scores
+from scripts.tools.tablemakers import Results, real
 from scripts.tools.tablemakers.scores import REAL
 from tests import eval_rows
 
@@ -355,40 +355,9 @@ def test_which_method_when_by_hand(folder):
   assert listed["take"][1] == "nothing that was measured fits"
 
 
-def test_other_modes_have_tables_of_their_own(folder):
-  by = by_method(real.scores(Results(folder.parents[1]), "8192 agnostic"))
-  assert by["`full`"]["mean"] == "100 (80–100)" and not any("ms a token" in x for x in by.index)
-  assert by["`snapkv`, 1,024"]["less full"].startswith("−80 (")
-
-
-def test_what_cannot_be_divided_by_is_shown(tmp_path):
-  wide = [{**line, "us_quartiles": [line["us"], 1.2 * line["us"]]} for line in lines()]
-  write(tmp_path / REAL, rows(), wide)
-  shown = real.when(Results(tmp_path))[real.MS]
-  assert "2.50 [2.50 to 3.00 ms] (– (`full`: 4.00 to 4.80 ms))" in list(shown)
-
-
 def test_without_costs_scores_remain(folder):
   (folder / costs.FILE).unlink()
   results = Results(folder.parents[1])
   assert real.when(results).empty
   found = real.scores(results, "8192")
   assert found.columns[-1] == "KL, nats" and {*found.index.get_level_values(0)} == {"all", "–"}
-
-
-def test_methods_on_one_task_by_hand(tmp_path):
-  """Of two keys one less than the full cache; without rows their folder is named."""
-  folder, task = "published", "lost_in_the_middle_75"
-  with pytest.raises(FileNotFoundError, match=folder):
-    scores.task(Results(tmp_path), f"{folder} {task}")
-  found = {("full", None): (1.0, 1.0), ("snapkv", 1024): (1.0, 0.0)}
-  every = [
-    eval_rows.row(task, *who, i, score, 5632)
-    for who, x in found.items()
-    for i, score in enumerate(x)
-  ]
-  eval_rows.write(tmp_path / folder, every, **SETTINGS)
-  made = scores.task(Results(tmp_path), f"{folder} {task}")
-  assert list(made["right, %"]) == ["100.0 (34.2–100.0)", "50.0 (9.5–90.5)"]
-  assert list(made.n) == ["2", "2"] and list(made["less full"].isna()) == [True, False]
-  assert made["less full"]["`snapkv`, 1,024"].startswith("−50 (")

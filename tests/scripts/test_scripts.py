@@ -57,9 +57,7 @@ FEW = "full", "snapkv", "cpe"  # two that share a pass, one that does not
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "names", [pytest.param(FEW, id="few"), pytest.param(DEMO, marks=pytest.mark.slow, id="all")]
-)
+@pytest.mark.parametrize("names", [FEW, DEMO], ids=["few", "all"])
 def test_demo_compares_methods_with_full(names, loaded, capsys):
   jax.clear_caches()  # nothing that is timed was compiled by an earlier case
   results = demo.show(run_demo(loaded, *names))

@@ -82,10 +82,8 @@ def alone(prompts, sampling=Sampling(), seed=0, steps=8, **how):  # noqa: B008
   method = labels.instance(METHOD, 16)
   how = {"encode": lambda text: TINY[1].encode(text, bos=False), "chunk": None, **how}
   how = {"rows": 2, "steps": steps, "sampling": sampling, "seed": seed, "stop": (), **how}
-  said = {
-    x["index"]: x["text"] for x in many.answers(*TINY, method, dict(enumerate(prompts)), **how)
-  }
-  return [said[i] for i in range(len(prompts))]
+  said = many.answers(*TINY, method, dict(enumerate(prompts)), **how)
+  return [each["text"] for each in sorted(said, key=lambda each: each["index"])]
 
 
 def test_answers_are_those_of_generate(served):
@@ -109,9 +107,8 @@ def test_draws_hang_on_seeds(served):
   """`n` answers have seeds one after another."""
   drawn = {"temperature": 1.5, "top_p": 0.9, "seed": 7}
   texts = [choice.text for choice in served.complete(PROMPTS[0], n=3, **drawn).choices]
-  assert texts == [
-    alone([PROMPTS[0]], Sampling(1.5, top_p=0.9), seed=seed)[0] for seed in (7, 8, 9)
-  ]
+  sampling = Sampling(1.5, top_p=0.9)
+  assert texts == [alone([PROMPTS[0]], sampling, seed=seed)[0] for seed in (7, 8, 9)]
   assert len(set(texts)) == 3
   assert served.complete(PROMPTS[0], **{**drawn, "seed": 8}).choices[0].text == texts[1]
 

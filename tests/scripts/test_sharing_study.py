@@ -13,8 +13,6 @@ from kvjax.programs.evals.streams import FITTING
 from kvjax.testing.tiny import TOKENS, model
 from scripts.studies import sharing_study as study
 from scripts.studies import sheets
-from scripts.tools import markers
-from scripts.tools.tablemakers import Results, studies
 
 CIS = kvjax.CIS(k=4, sinks=1, local=3, block=4)
 
@@ -57,9 +55,8 @@ def test_a_text_takes_the_cuts_that_are_there(monkeypatch, tmp_path):
   calls, cut = [], {}
   growing(monkeypatch, 1.25, calls)
   args = study.Args(tmp_path, budget=128)
-  monkeypatch.setattr(
-    study, "settings", lambda _: {"CIS": {"a point": kvjax.settings.example(kvjax.CIS, 128)}}
-  )
+  point = kvjax.settings.example(kvjax.CIS, 128)
+  monkeypatch.setattr(study, "settings", lambda _: {"CIS": {"a point": point}})
   first = study.text(None, args, TOKENS[0], cut)
   assert cut == {"CIS": {"a point": 70}} and calls == [88, 70]
   assert study.text(None, args, TOKENS[1], cut) == first and calls == [88, 70, 70]
@@ -105,14 +102,9 @@ def test_students_interval_by_hand():
 
 def test_points_table_and_picture(tmp_path):
   lines = study.settings(study.Args(tmp_path, budget=64))
-  counts = {line: len(at) for line, at in lines.items()}
-  assert counts == {
-    "CIS, s = 16": 4,
-    "CIS, s = 16, mean": 3,
-    "CIS, s = 16, r = 0": 3,
-    "CIS, s = 16, mean, r = 0": 3,
-    "HShare": 6,
-  }
+  rules = ("", 4), (", mean", 3), (", r = 0", 3), (", mean, r = 0", 3)
+  wanted = {f"CIS, s = 16{rule}": count for rule, count in rules} | {"HShare": 6}
+  assert {line: len(at) for line, at in lines.items()} == wanted
   assert lines["CIS, s = 16, mean, r = 0"]["τ = 0.8"] == dataclasses.replace(
     kvjax.settings.example(kvjax.CIS, 64), tau=0.8, radius=0, agree="mean"
   )
@@ -120,24 +112,10 @@ def test_points_table_and_picture(tmp_path):
   text = "\n".join(sheets.tables(made))
   assert text.count("HShare\n") == 1 and "127.5 [127.5, 127.5]" in text
   assert study._visited(made["CIS"]) == "127.5"
-  assert study._visited({"0": {"visited": {"mean": 2.0}}, "1": {"visited": {"mean": 1.0}}}) == (
-    "1.0 to 2.0"
-  )
+  means = {str(i): {"visited": {"mean": x}} for i, x in enumerate((2.0, 1.0))}
+  assert study._visited(means) == "1.0 to 2.0"
   sheets.write(tmp_path / "picture.png", study.draw(made, "tiny"))
   assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_documents_table(tmp_path):
-  path = tmp_path / "sharing.json"
-  made = study.summary([found(0.1), found(0.2)])
-  cut = {"CIS": {"0": 70, "1": 74}}
-  report = {"found": made, "texts": {"a": 0, "b": 0}, "n": "2 text(s)", "length": 1024}
-  report |= {"about": {"device": "cpu", "model": "tiny"}, "lines": {}}
-  path.write_text(json.dumps({**report, "retrieved_tokens": cut}), "utf-8")
-  *rows, _, note = markers.markdown(studies.sharing(Results(tmp_path), path.name))[2:]
-  assert len(rows) == 4 and rows[0].startswith("| CIS, 1 | 0.10 ± 0.00 | 127.5 ± 0.0 |")
-  assert rows[1].endswith("| +0.150 ± 0.635 | −0.150 ± 0.635 |") and rows[2].endswith("|  |  |")
-  assert note == "`2 texts`"
 
 
 class Bytes:
@@ -147,47 +125,29 @@ class Bytes:
     return [len(word) % 20 for word in text.split()]
 
 
-@pytest.mark.slow
-def test_texts_that_are_there_are_not_measured_again(monkeypatch, tmp_path):
-  calls = []
-
-  def measure(model, args, ids, cut):
-    calls.append(len(ids))
-    cut.setdefault("CIS", {"0": 70})
-    return found(0.1 * len(calls))
-
-  monkeypatch.setattr(study, "text", measure)
-  monkeypatch.setattr(study.common, "load_model", lambda _: (model(), Bytes()))
-  args = study.Args(tmp_path, length=24, steps=8, starts=("1862-Lincoln-1",))
-  study.main(args)
-  study.main(dataclasses.replace(args, starts=("1862-Lincoln-1", "1934-Roosevelt-1")))
-  assert calls == [32, 32, 32]  # the first to cut CIS on, of which nothing is kept
-  report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
-  assert list(report["texts"]) == ["1862-Lincoln-1", "1934-Roosevelt-1"]
-  assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.25)
-  study.main(dataclasses.replace(args, steps=4))  # other settings: all of it anew
-  assert calls == [32, 32, 32, 28, 28]
-
-
 def test_a_run_that_ends_early_goes_on_after_its_last_text(monkeypatch, tmp_path):
-  calls = []
+  """First it cuts CIS, on a text of which nothing is kept; under other settings all is anew."""
+  calls, starts = [], ("1862-Lincoln-1", "1934-Roosevelt-1")
 
   def measure(model, args, ids, cut):
     calls.append(ids)
     if len(calls) == 3:
       raise KeyboardInterrupt
     cut.setdefault("CIS", {"0": 70})
-    return found(0.1)
+    return found(0.1 * len(calls))
 
   monkeypatch.setattr(study, "text", measure)
   monkeypatch.setattr(study.common, "load_model", lambda _: (model(), Bytes()))
-  starts = "1862-Lincoln-1", "1934-Roosevelt-1"
   args = study.Args(tmp_path, length=24, steps=8, starts=starts)
   with pytest.raises(KeyboardInterrupt):
     study.main(args)
   study.main(args)
   assert len(calls) == 4 and (calls[2] == calls[3]).all()  # the second text, and no other
-  assert list(json.loads((tmp_path / "sharing.json").read_text("utf-8"))["texts"]) == list(starts)
+  report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
+  assert list(report["texts"]) == list(starts)
+  assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.3)
+  study.main(dataclasses.replace(args, steps=4))
+  assert [len(ids) for ids in calls] == [32] * 4 + [28] * 3
 
 
 def test_cis_is_cut_on_a_text_that_is_not_measured(monkeypatch, tmp_path):

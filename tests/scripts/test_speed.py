@@ -19,9 +19,8 @@ def loaded(monkeypatch):
 
 
 def args(out, **changes):
-  return speed.Args(
-    **{"out": out, "methods": ("snapkv",), "budgets": ("64",), "lengths": (LENGTH,), **changes}
-  )
+  usual = {"methods": ("snapkv",), "budgets": ("64",), "lengths": (LENGTH,)}
+  return speed.Args(out, **usual | changes)
 
 
 @pytest.mark.slow

@@ -119,9 +119,8 @@ def test_check_shows_what_differs_and_a_run_writes_it(tmp_path, capsys):
 
 
 def test_all_that_is_missing_is_named(tmp_path):
-  text = (ROOT / "scripts/results/README.md").read_text(
-    "utf-8"
-  ) + "<!-- x.y: begin -->\n<!-- x.y: end -->\n"
+  text = (ROOT / "scripts/results/README.md").read_text("utf-8")
+  text += "<!-- x.y: begin -->\n<!-- x.y: end -->\n"
   with pytest.raises(ValueError) as error:
     tables.made(text, Results(tmp_path))
   lines = str(error.value).splitlines()
@@ -186,10 +185,7 @@ def without(found, name):
   "how, said",
   [
     (lambda found: found.clear(), r"found no case like 'keys\$' among \[\]"),
-    (
-      lambda found: without(found, "kvjax"),
-      r"B8 T1024 32x1 1/8, random keys: found no 'kvjax'",
-    ),
+    (lambda found: without(found, "kvjax"), r"B8 T1024 32x1 1/8, random keys: found no 'kvjax'"),
     (lambda found: found[0]["results"][0].pop("us"), r"B8 T1024 .*found no 'kvjax'"),
     (lambda found: found[0]["results"][0].pop("us_quartiles"), "found no 'us_quartiles'"),
     (lambda found: found[0]["figures"].clear(), r"B8 T1024 .*found no 'tokens a head'"),
@@ -293,36 +289,6 @@ def test_sums_are_as_steady_as_their_parts():
   large, small = timing(20000, 19900, 20100), timing(200, 100, 300, "chain")
   assert not small.steady and (large * 0.5 + small).steady
   assert large + small == timing(20200, 20000, 20400, "Full + chain")
-
-
-@pytest.mark.parametrize(
-  "us, text",
-  [
-    ((15.62, 15.5, 15.8), "15.6 µs"),
-    ((15.62, 14, 17), "15.6 µs (14.0 to 17.0)"),
-    ((12158, 12150, 12170), "12.16 ms"),
-    ((1242599, 1242000, 1243000), "1,243 ms"),
-  ],
-)
-def test_times_have_units_and_wide_ones_their_quartiles(us, text):
-  assert f"{timing(*us)}" == text
-  median, bracket, rest = text.partition(" (")
-  assert f"{timing(*us):**}" == f"**{median}**{bracket}{rest}"
-
-
-def test_columns_are_names_contenders_and_functions():
-  """Values are written in their column's form; what is not there is a dash, or no column."""
-  one = {"a": "1", "x": 0.5, "y": None, "z": None, "b": timing(20, 20, 20), "c": timing(15, 15, 15)}
-  records = [one, {**one, "a": "2", "y": "there"}]
-  columns = ("half", cells.figure("{:.0%}", "x")), "y", ("least", "b|c|d"), ("sum", "0.5 * b + c")
-  lines = [
-    "| a | half | y | least | sum |",
-    "|---|---|---|---|---|",
-    "| 1 | 50 % | – | 15.0 µs | 25.0 µs |",
-    "| 2 | 50 % | there | 15.0 µs | 25.0 µs |",
-  ]
-  assert markers.markdown(cells.table(records, ["a"], *columns, "z")) == lines
-  assert cells.say("{:+.1f} to {:+.1%}", -1.5, 0.5) == "−1.5 to +50.0 %"
 
 
 def test_unlike_cards_are_not_compared():
@@ -476,9 +442,8 @@ def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
     text = json.dumps({**art_study._plain(found), "about": about})
     (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
   held = Results(tmp_path)
-  stops, groups, theory = (
-    make(held, "qwen1.5b/tile") for make in (art.stops, art.groups, art.theory)
-  )
+  makers = art.stops, art.groups, art.theory
+  stops, groups, theory = (make(held, "qwen1.5b/tile") for make in makers)
   assert len(stops) == 16 and all(x.startswith("16,384 tokens, ") for x, *_ in stops.index)
   assert list(groups.index) == [3]
   assert len(theory) == 8 and list(theory.index.get_level_values("whose")).count("a group") == 4

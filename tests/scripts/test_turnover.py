@@ -65,10 +65,8 @@ def test_what_drops_tokens_diverges(args, capsys):
   assert [found[*kept[2], i]["stop"] for i in range(3)] == [16, 32, 40]
   parts = [found[*kept[2], i]["kl_rows"] for i in range(3)]
   np.testing.assert_allclose(tight["kl_rows"], np.average(parts, 0, (16, 16, 8)), 1e-5)
-  assert (tight["kl_low"], tight["kl"]) == (
-    student(tight["kl_rows"]).low,
-    np.mean(tight["kl_rows"]),
-  )
+  rows = tight["kl_rows"]
+  assert (tight["kl_low"], tight["kl"]) == (student(rows).low, np.mean(rows))
   said = capsys.readouterr().out
   assert (args.out / "turnover.txt").read_text("utf-8").strip() in said
   assert "2 rows, temperature 1, seed 0" in said
@@ -169,9 +167,7 @@ def test_files_of_other_runs_are_refused(args, monkeypatch):
   turnover.main(args)
   with pytest.raises(ValueError, match=r"texts\.npz: found a run with {'seed': 0}, expected"):
     turnover.main(dataclasses.replace(args, seed=1))
-  with pytest.raises(
-    ValueError, match=r"turnover\.json: found a run with {'window': 16}, expected"
-  ):
+  with pytest.raises(ValueError, match=r"turnover\.json: found a run with {'window': 16}, exp"):
     turnover.main(dataclasses.replace(args, window=8))
   (args.out / "texts.npz").unlink()
   written += 1  # on another device other texts are drawn

@@ -332,12 +332,6 @@ def test_same_seed_same_text_alone_or_in_a_batch(name):
   np.testing.assert_array_equal(turned[::-1], both)
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize("setting", [{"temperature": 1e-4}, {"top_k": 1}, {"top_p": 1e-6}])
-def test_narrow_sampling_is_greedy(setting):
-  np.testing.assert_array_equal(sample(steps=6, **setting), plain(6)[0])
-
-
 def test_logprobs_are_the_models():
   """Of the chosen tokens, before temperature and filters; 0 once a row has stopped."""
   stop = [int(sample(steps=7, temperature=0.8, top_k=20)[0, 2])]

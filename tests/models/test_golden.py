@@ -43,12 +43,6 @@ def logits(golden, loaded):
   return np.asarray(out)
 
 
-def test_same_likeliest_token(golden, logits):
-  same = logits.argmax(-1) == golden["top_ids"][..., 0]
-  assert same.size >= 500
-  assert same.mean() >= 0.99
-
-
 def test_logits_are_close(golden, logits):
   """Same weights, float32 on both sides: only the order of sums differs."""
   chosen = np.take_along_axis(logits, golden["top_ids"], -1)

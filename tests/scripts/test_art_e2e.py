@@ -10,7 +10,6 @@ from flax import nnx
 
 from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn.transformer import Transformer
-from kvjax.programs import bench
 from kvjax.programs.suites import e2e
 from scripts.benches import art_e2e
 
@@ -77,14 +76,6 @@ def test_kernels_take_every_base(base):
     return decoder.decode(jnp.zeros(2, jnp.int32), held, method)[0]
 
   assert jax.eval_shape(step, leaves, jax.random.key(0)).shape == (2, config.vocab)
-
-
-@pytest.mark.slow
-def test_the_suite_on_a_tiny_shape(capsys):
-  assert bench.main(bench.Args("art_e2e", quick=True, repetitions=1, only="SnapKV")) == 0
-  said = capsys.readouterr().out
-  assert "SnapKV 0.2 tiny B2 T0.5K" in said and "ART 1e-5, heads that stop, where: 0." in said
-  assert "paper, Mistral-7B: 1.17, 1.27" in said and "wrong" not in said
 
 
 @pytest.mark.slow

@@ -10,15 +10,6 @@ from scripts.studies import art_study
 from tests.eval_data import recording
 
 
-def test_walks_see_whole_tiles_in_order():
-  values = np.repeat(np.arange(64.0)[:, None], 40, 1)
-  found = {o: list(art_study.walks(recording(values), 4, 6, o)) for o in art_study.ORDERS}
-  assert [where for *where, _ in found["newest"]] == [[3, 32], [3, 64]]
-  newest, sinks = (found[o][0][-1].u[0, 0, :, 0] for o in ("newest", "sinks"))
-  np.testing.assert_allclose(newest, [29.5 - 4 * t for t in range(8)])
-  np.testing.assert_allclose(sinks, [1.5, *newest[:-1]])
-
-
 @pytest.mark.parametrize("order", art_study.ORDERS)
 def test_walks_are_those_of_each_query_by_itself(order):
   """All queries of a layer are taken together; keys that one does not see have no weight."""

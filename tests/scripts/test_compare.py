@@ -57,15 +57,6 @@ def test_what_became_slower_and_what_faster(folders):
   assert slow.ratio == pytest.approx(1.1) and slow.interval[0] < 1.1 < slow.interval[1]
 
 
-def test_the_text_has_the_table_then_the_lists(folders):
-  text = compare.compare(*folders).text()
-  table, _, rest = text.partition("slower by")
-  slower, faster = rest.split("faster by")
-  assert "decode  a     read" in table and "1.002" in table
-  assert "above 1: 1\n  1.100 [" in slower and "decode, a: kvjax" in slower
-  assert "below 1: 1\n  0.750 [" in faster and "decode, b: kvjax" in faster
-
-
 def test_what_differs_and_what_is_missing_is_said(folders):
   said = compare.compare(*folders).differences
   for case in ("a, gone", "b, wrong", "dropped, kvjax"):

@@ -258,31 +258,6 @@ def test_chat_templates(loaded):
   assert KVCacheLM(loaded[0], other, kvjax.Full()).tokenizer_name != lm.tokenizer_name
 
 
-@pytest.mark.slow
-def test_a_local_task_runs(loaded, tmp_path, monkeypatch):
-  """lm-eval's own loop over a task of a local file: the choices are scored as by hand."""
-  monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-  monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-  import lm_eval
-  from lm_eval.tasks import TaskManager
-
-  docs = [{"question": f"{text} and", "choices": [" left", " stayed"]} for text in TEXTS]
-  file = tmp_path / "docs.jsonl"
-  file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-  common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}}
-  common |= {"test_split": "test", "doc_to_text": "{{question}}"}
-  choice = {"task": "local_choice", "output_type": "multiple_choice", "target_delimiter": ""}
-  choice |= {"doc_to_choice": "{{choices}}", "doc_to_target": 0}
-  choice |= {"metric_list": [{"metric": "acc"}]}
-  tasks = [{**common, **choice}]
-  how = {"tasks": tasks, "task_manager": TaskManager(), "bootstrap_iters": 0}
-  results = lm_eval.simple_evaluate(model=adapter(loaded), **how)
-  scores = results["results"]
-  values = lambda doc: [expected(loaded, doc["question"], x)[0] for x in doc["choices"]]  # noqa: E731
-  right = [left > stayed for left, stayed in map(values, docs)]
-  assert scores["local_choice"]["acc,none"] == pytest.approx(np.mean(right))
-
-
 def test_it_is_a_model_of_the_registry(loaded, monkeypatch):
   """Out of --model_args, as text or as JSON."""
   from lm_eval.api.registry import get_model

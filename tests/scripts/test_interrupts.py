@@ -15,7 +15,6 @@ import pytest
 from kvjax.models.io import convert
 from kvjax.programs.evals import store
 from scripts.examples import tiny
-from tests import tiny_gguf
 from tests.processes import ROOT, port
 
 # A shell starts what runs in its background deaf to Ctrl-C, and so are the children of that.
@@ -52,37 +51,17 @@ def stop(command, number, ready, status=1, **streams):
   return said
 
 
-@pytest.mark.slow
-@stopped_by
-def test_convert(tmp_path, number):
-  """Nothing is left of a conversion that was stopped, and it can be repeated."""
-  tiny_gguf.write(tmp_path / "tiny.gguf")
-  here, made = tmp_path / "here", tmp_path / "made"
-  program = f"""
-import pathlib, runpy, sys, time
-from kvjax.models.io import convert
-read = convert.GGUF.item
-def slow(self, name):
-  if name == "layer_001":
-    pathlib.Path({str(here)!r}).touch()
-    time.sleep(600)
-  return read(self, name)
-convert.GGUF.item = slow
-sys.argv[1:] = [{str(tmp_path / "tiny.gguf")!r}, {str(made / "tiny")!r}]
-runpy.run_module("kvjax.programs.convert_checkpoint", run_name="__main__")
-"""
-  stop(["-c", program], number, here.exists)
-  assert list(made.iterdir()) == []
-  convert.convert(tmp_path / "tiny.gguf", made / "tiny", progress=False)
-  convert.load(made / "tiny")
+@pytest.fixture
+def folder(tmp_path):
+  """A checkpoint of the examples' model."""
+  source = tiny.huggingface_folder(tmp_path / "source")
+  return convert.convert(source, tmp_path / "tiny", progress=False)
 
 
 @pytest.mark.slow
 @stopped_by
-def test_generate(tmp_path, number):
+def test_generate(folder, tmp_path, number):
   """What was written until then is text, each character of it whole."""
-  tiny_gguf.write(tmp_path / "tiny.gguf")
-  folder = convert.convert(tmp_path / "tiny.gguf", tmp_path / "tiny", progress=False)
   text = tmp_path / "text"
   command = ["-m", "kvjax.programs.generate", "hello", "--raw", "--steps", "200000"]
   command += ["--method", "streaming_llm", "--budget", "32", "--checkpoint", str(folder)]
@@ -93,10 +72,9 @@ def test_generate(tmp_path, number):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_evaluate(tmp_path, number):
+def test_evaluate(folder, tmp_path, number):
   """Rows are on the disk as they come, and the program goes on from them: each is there once."""
-  source, out = tiny.huggingface_folder(tmp_path / "source"), tmp_path / "out"
-  folder = convert.convert(source, tmp_path / "tiny", progress=False)
+  out = tmp_path / "out"
   command = ["-m", "kvjax.programs.evaluate", "--tasks", "needle", "--methods", "snapkv"]
   command += ["--no-chat", "--budgets", "64", "--lengths", "720", "--samples", "12", "--batch", "1"]
   command += ["--checkpoint", str(folder), "--out", str(out)]
@@ -119,11 +97,9 @@ def test_evaluate(tmp_path, number):
 
 @pytest.mark.slow
 @stopped_by
-def test_serve(tmp_path, number):
+def test_serve(folder, number):
   """It ends as it should, though a client still reads; nothing listens any more."""
   pytest.importorskip("uvicorn")
-  source = tiny.huggingface_folder(tmp_path / "source")
-  folder = convert.convert(source, tmp_path / "tiny", progress=False)
   free = port()
   command = ["-m", "kvjax.programs.serve", "--checkpoint", str(folder), "--port", str(free)]
   asked = json.dumps({"prompt": "a", "stream": True, "max_tokens": 500, "n": 16, "seed": 1})

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -94,22 +93,6 @@ def test_demo_prints_a_row_before_the_next_method_runs(loaded, monkeypatch, caps
   assert "once for full, snapkv" in before and before.splitlines()[-1].startswith("---")
   assert between.startswith("full ") and between.count("\n") == 1
   assert capsys.readouterr().out.startswith("snapkv ")
-
-
-@pytest.mark.slow
-def test_demo_reads_once_for_all(loaded, monkeypatch):
-  """Attention of a prompt is traced once for the layers that are alike, whoever shares it."""
-  model, tokenizer = loaded
-  names = ("full", "snapkv", "tova", "longflow")
-  budget = BUDGET - 1  # compiled nowhere else
-  methods = {name: kvjax.settings.usual(kvjax.METHODS[name], budget) for name in names}
-  traced, attend = [], kvjax.Full.attend_prompt
-  spy = lambda *args: traced.append(args) or attend(*args)  # noqa: E731
-  monkeypatch.setattr(kvjax.Method, "attend_prompt", spy)
-  game = demo.Contest(model, tokenizer, tiny_row(tokenizer), LENGTH)
-  reading = demo.read_together(game, methods, names)
-  assert model.config.layers == 2 and len(traced) == 1
-  assert len(reading.of("snapkv").caches) == 2
 
 
 def test_demo_chooses_methods():
@@ -288,17 +271,6 @@ def test_streamed_text_wraps_at_words(capsys):
     streamer.show(text[:end])
   streamer.show(text, final=True)
   assert capsys.readouterr().out == "  one two\n  three four\n\n  five six\n"
-
-
-def test_steps_read_well_in_a_log(capsys):
-  with console.step("reading") as step:
-    step.note("12 tokens/s")
-  with pytest.raises(ValueError, match="x"), console.step("failing"):
-    raise ValueError("x")
-  done, failed = capsys.readouterr().out.splitlines()
-  assert re.fullmatch(r"\[ *\d+\.\d s\] reading \.+ 12 tokens/s \d+\.\d s", done)
-  assert failed.endswith(" stopped")
-  assert len(done) == console._WIDTH
 
 
 class Terminal(io.StringIO):

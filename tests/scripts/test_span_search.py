@@ -1,6 +1,5 @@
 """The search of θ and φ: F1 by hand and by loops, a run on a tiny model; pictures of spans."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,16 +10,8 @@ from kvjax.testing.tiny import TOKENS, model
 from scripts.examples import tiny
 from scripts.studies import sheets, span_search
 from scripts.studies.plot_spans import RATES, draw_spans, draw_vectors, measure
-from scripts.studies.span_search import Args, Evidence, evidence, f1, search, tried
+from scripts.studies.span_search import Args, Evidence, evidence, search, tried
 from tests.slow_spans import slow_divide
-
-
-def test_f1_by_hand():
-  """Said are tokens 2 to 5. Of spans 1 to 4 and 5 to 8 six tokens count, of 7 to 9 none."""
-  said = jnp.zeros(10, bool).at[2:6].set(True)
-  found = f1(jnp.array([1, 5, 7]), jnp.array([4, 8, 9]), said)
-  assert float(found) == pytest.approx(2 * 3 / (6 + 4))
-  assert float(f1(jnp.array([7, 0]), jnp.array([9, 0]), said)) == 0
 
 
 def random_evidence(seed, layers, heads=2, size=9):

@@ -52,55 +52,35 @@ def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
 # ---- bad files
 
 
-def broken(
-  path, *, drop=None, reshape=None, nan=None, rename=None, architecture="llama", **entries
-):
-  """A file that differs from the good one in one thing."""
-  weights = tiny_gguf.tensors()
-  if drop:
-    del weights[drop]
-  if reshape:
-    weights[reshape] = weights[reshape][:32]
-  if nan:
-    weights[nan][3, 4] = np.nan
-  if rename:
-    weights[rename[1]] = weights[rename[0]]
-  stored = tiny_gguf.metadata()
-  for key, value in entries.items():
-    key = key.replace("__", ".")
-    stored.pop(key, None)
-    if value is not None:
-      stored[key] = value
-  tiny_gguf.write(path, weights, stored, architecture=architecture)
-
-
+# What differs from the good file; None is left out.
+ONES, HEAD = np.ones(64, np.float32), "llama.attention.head_count"
+WINDOW = {"llama.attention.sliding_window": 64, "llama.attention.sliding_window_pattern": "odd"}
 WRONG = [
-  ({"drop": "blk.1.attn_k.weight"}, r"1 of 29 tensors not found.*blk\.1\.attn_k"),
-  ({"drop": "token_embd.weight"}, r"token_embd\.weight.*not found"),
-  ({"nan": "blk.1.ffn_gate.weight"}, r"blk\.1\.ffn_gate\.weight.*NaN"),
-  ({"reshape": "blk.2.ffn_up.weight"}, r"found shape \(32, 64\), expected \(96, 64\)"),
-  ({"llama__block_count": 4}, r"found tensors of 3 layers, expected 4"),
-  ({"llama__block_count": None}, r"block_count.*not found"),
-  ({"llama__embedding_length": "64"}, r"wrong type"),
-  ({"llama__attention__head_count": 0}, r"metadata"),
-  ({"llama__attention__head_count_kv": 3}, r"found 4, expected a multiple"),
-  ({"llama__rope__scaling__type": "yarn"}, r"rope\.scaling\.factor.*not found"),
-  ({"tokenizer__ggml__tokens": tiny_gguf.TOKENS[:-1]}, r"token_type: found"),
-  ({"tokenizer__ggml__merges": ["x yy zz"]}, r"merges"),
-  ({"tokenizer__ggml__eos_token_id": 5000}, r"eos: found id 5000"),
-  ({"tokenizer__ggml__tokens": 7}, r"wrong type"),
+  ({"blk.1.attn_k.weight": None}, r"1 of 29 tensors not found.*blk\.1\.attn_k"),
+  ({"token_embd.weight": None}, r"token_embd\.weight.*not found"),
+  ({"blk.1.ffn_gate.weight": np.full((96, 64), np.nan, np.float32)}, r"1\.ffn_gate\.weight.*NaN"),
+  ({"blk.2.ffn_up.weight": np.ones((32, 64), np.float32)}, r"found shape \(32, .*expected \(96, "),
+  ({"llama.block_count": 4}, r"found tensors of 3 layers, expected 4"),
+  ({"llama.block_count": None}, r"block_count.*not found"),
+  ({"llama.embedding_length": "64"}, r"wrong type"),
+  ({HEAD: 0}, r"metadata"),
+  ({f"{HEAD}_kv": 3}, r"found 4, expected a multiple"),
+  ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.factor.*not found"),
+  ({"tokenizer.ggml.tokens": tiny_gguf.TOKENS[:-1]}, r"token_type: found"),
+  ({"tokenizer.ggml.merges": ["x yy zz"]}, r"merges"),
+  ({"tokenizer.ggml.eos_token_id": 5000}, r"eos: found id 5000"),
+  ({"tokenizer.ggml.tokens": 7}, r"wrong type"),
 ]
-WINDOW, NORM = "llama__attention__sliding_window", "blk.0.attn_norm.weight"
 UNKNOWN = [
   ({"architecture": "mamba"}, r"found 'mamba', expected one of"),
-  ({"rename": (NORM, "blk.0.attn_sinks.weight")}, r"does not use: blk\.0\.attn_sinks\.weight"),
-  ({"rename": (NORM, "rope_freqs.weight")}, r"rope_freqs.*found divisors .*those of Llama3"),
-  ({"llama__rope__dimension_count": 8}, r"found 8.*head size 16"),
-  ({"llama__attention__causal": False}, r"causal'.*found False, expected True"),
-  ({WINDOW: 64, f"{WINDOW}_pattern": "odd"}, r"pattern.*'odd', expected a number, or 3 booleans"),
-  ({"llama__expert_count": 8}, r"expert_count.*found 8"),
-  ({"tokenizer__ggml__pre": "other"}, r"found 'other', expected one of"),
-  ({"tokenizer__ggml__model": "bert"}, r"found 'bert', expected 'gpt2'"),
+  ({"blk.0.attn_sinks.weight": ONES}, r"does not use: blk\.0\.attn_sinks\.weight"),
+  ({"rope_freqs.weight": ONES}, r"rope_freqs.*found divisors .*those of Llama3"),
+  ({"llama.rope.dimension_count": 8}, r"found 8.*head size 16"),
+  ({"llama.attention.causal": False}, r"causal'.*found False, expected True"),
+  (WINDOW, r"pattern.*'odd', expected a number, or 3 booleans"),
+  ({"llama.expert_count": 8}, r"expert_count.*found 8"),
+  ({"tokenizer.ggml.pre": "other"}, r"found 'other', expected one of"),
+  ({"tokenizer.ggml.model": "bert"}, r"found 'bert', expected 'gpt2'"),
 ]
 
 
@@ -110,7 +90,10 @@ UNKNOWN = [
 )
 def test_bad_content_is_named_and_leaves_nothing(tmp_path, error, change, message):
   path, dest = tmp_path / "bad.gguf", tmp_path / "out" / "model"
-  broken(path, **change)
+  whole = {"architecture": "llama", **tiny_gguf.tensors(), **tiny_gguf.metadata(), **change}
+  given = {name: x for name, x in whole.items() if x is not None}
+  weights = {name: given.pop(name) for name in whole if name.endswith(".weight") and name in given}
+  tiny_gguf.write(path, weights, given, architecture=given.pop("architecture"))
   with pytest.raises(error, match=rf"(?s)bad\.gguf.*{message}"):
     convert.convert(path, dest, progress=False)
   assert not dest.parent.exists() or not list(dest.parent.iterdir())

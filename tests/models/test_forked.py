@@ -210,10 +210,6 @@ def test_families(family):
   assert shared == [w is None for w in windows] and len(set(shared)) == 2
 
 
-def bytes_of(caches):
-  return sum(x.nbytes for x in jax.tree.leaves(caches))
-
-
 def test_bytes_are_as_planned():
   """Of S tokens and n branches S + n·room, where copies take n·(S + room)."""
   spec = model().spec(2, 512)
@@ -221,7 +217,7 @@ def test_bytes_are_as_planned():
   logits, caches = prefill(model(), TOKENS[:, :23], LENGTHS, method.init_caches(spec), method)
   _, shared, forked = fork_shared(logits, caches, method, 8, room=16)
   planned = kvjax.plan_memory(model().spec(16, 512), forked)
-  assert bytes_of(shared) == planned.device
+  assert sum(x.nbytes for x in jax.tree.leaves(shared)) == planned.device
   token = 2 * 2 * 16 * 4 * 2 + 2 * 2 * 4  # two heads, two layers: k, v and position
   counts = 2 * 4 * (16 * 2 + 2)  # of each layer: seen, used; the context's
   assert planned.device == token * (2 * 64 + 16 * 16) + counts

@@ -1,6 +1,7 @@
 """kvpress beside kvjax: what is compared, and how it is written; kvpress itself is not needed."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -90,16 +91,10 @@ def test_every_cell_has_a_press_and_shared_methods_their_budget():
       assert method.budget == cell.budget(2048) == cell.cut(2048, 2000).budget
 
 
-class Keys:
-  """A tensor's shape."""
-
-  def __init__(self, tokens):
-    self.shape = (1, 2, tokens, 8)
-
-
 def test_caches_of_equal_lengths_run_together_and_hidden_ones_alone():
   def cache(*tokens, hidden=None):
-    return Kept([Keys(n) for n in tokens], [], [], [hidden] * len(tokens))
+    keys = [SimpleNamespace(shape=(1, 2, n, 8)) for n in tokens]
+    return Kept(keys, [], [], [hidden] * len(tokens))
 
   caches = {"a": cache(4, 4), "b": cache(5, 3), "c": cache(4, 4), "d": cache(4, 4, hidden=1)}
   assert pressed.alike(caches) == [["a", "c"], ["b"], ["d"]]

@@ -323,14 +323,9 @@ def test_the_report_shows_it_where_costs_are(folder):
 # ---- tables
 
 
-def by_method(table):
-  """A table's rows by method and budget, with all their columns."""
-  return table.reset_index().set_index("method, budget").T
-
-
 def test_the_table_of_a_length_by_hand(folder):
   results = Results(folder.parents[1])
-  by = by_method(real.scores(results, "8192"))
+  by = real.scores(results, "8192").reset_index().set_index("method, budget").T
   assert by.columns[0] == "`full`" and by.columns[-1] == "`snapkv`, 4,096"
   assert by["`snapkv`, 4,096"]["tokens attended to"] == "2,048 to 2,150"
   quest = by["`quest`, 1,024"]

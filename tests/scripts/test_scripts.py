@@ -17,7 +17,6 @@ from flax import nnx
 
 import kvjax
 from kvjax.models.decode.generate import prefill
-from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import (
   bench,
   clock,
@@ -31,7 +30,6 @@ from kvjax.programs import (
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
-from kvjax.programs.evals.task import Row
 from scripts.studies import needle_recall, record, sharing_study
 from tests.processes import ROOT
 
@@ -41,14 +39,11 @@ LENGTH, BUDGET = 400, 64
 # ---- the demo's comparison
 
 
-def tiny_row(tokenizer: Tokenizer) -> Row:
-  count, most = Reader(tokenizer).count, demo.ANSWER_TOKENS
-  return needle.build(count, length=LENGTH, draw=random.Random(0), max_new_tokens=most)
-
-
 def run_demo(loaded, *names):
   """The results of the demo's comparison, as they come."""
-  return demo.contest(*loaded, tiny_row(loaded[1]), names, length=LENGTH, budget=BUDGET)
+  how = {"length": LENGTH, "draw": random.Random(0), "max_new_tokens": demo.ANSWER_TOKENS}
+  row = needle.build(Reader(loaded[1]).count, **how)
+  return demo.contest(*loaded, row, names, length=LENGTH, budget=BUDGET)
 
 
 DEMO = "full", "snapkv", "quest", "art", "cpe"
@@ -273,14 +268,10 @@ def test_streamed_text_wraps_at_words(capsys):
   assert capsys.readouterr().out == "  one two\n  three four\n\n  five six\n"
 
 
-class Terminal(io.StringIO):
-  def isatty(self):
-    return True
-
-
 @pytest.mark.slow
 def test_a_fleeting_step_leaves_nothing():
-  terminal, log = Terminal(), io.StringIO()
+  terminal, log = io.StringIO(), io.StringIO()
+  terminal.isatty = lambda: True
   for out in (terminal, log):
     with console.step("full: answering", out, fleeting=True):
       time.sleep(2 * console._TICK_SECONDS)

@@ -4,13 +4,11 @@ import copy
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from kvjax.core.context import Env
 from kvjax.models.nn import flat
-from kvjax.models.nn.transformer import Transformer
 from kvjax.testing import tiny
 
 
@@ -78,11 +76,3 @@ def test_arrays_in_two_places_are_described_each_time(model):
   check(model)
   model.head = nnx.Param(model.embedding[...])
   check(model)
-
-
-def test_joined_it_is_the_module(model):
-  assert isinstance(model, Transformer)
-  for _ in range(2):
-    again = flat.join(*flat.split(model))
-    np.testing.assert_array_equal(again.embedding[...], model.embedding[...])
-    assert again.config == model.config and len(again.layers) == 2

@@ -544,12 +544,6 @@ def test_numbers_of_numpy_are_taken(untyped):
   assert out.lengths.tolist() == [4, 0]
 
 
-@pytest.mark.slow
-def test_a_method_that_evicts_has_no_overflow():
-  out, _ = run(kvjax.StreamingLLM(16), steps=48, chunk=16)
-  assert out.lengths.tolist() == [48, 48]
-
-
 @pytest.mark.parametrize(
   ("tokens", "lengths", "kwargs", "message"),
   [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import chex
 import jax
@@ -12,10 +11,9 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.models.decode.generate import join, split
+from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
-from kvjax.primitives.rope import Linear, Llama3, Yarn
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
@@ -27,40 +25,13 @@ def small(dtype=jnp.float32, config=SMALL):
   return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
 
 
-FLAGS = ("all_logits", "with_aux")
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=FLAGS)
-def _read(graph, method, leaves, caches, tokens, lengths, **flags):
-  return join(graph, leaves).prefill(tokens, lengths, caches, method, **flags)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=FLAGS)
-def _step(graph, method, leaves, caches, tokens, live, **flags):
-  return join(graph, leaves).decode(tokens, caches, method, live, **flags)
-
-
-def read(decoder, tokens, lengths, method=None, capacity=16, **flags):
-  """Prompt into new caches."""
-  method = kvjax.Full() if method is None else method
-  caches = method.init_caches(decoder.spec(len(lengths), capacity))
-  graph, leaves = split(decoder)
-  return _read(graph, method, leaves, caches, np.asarray(tokens), np.asarray(lengths), **flags)
-
-
-def step(decoder, tokens, caches, live=None, **flags):
-  """One decode step of the full cache."""
-  graph, leaves = split(decoder)
-  return _step(graph, kvjax.Full(), leaves, caches, np.asarray(tokens), live, **flags)
+def read(decoder, tokens, method):
+  """Logits of every token of one row's prompt."""
+  caches = method.init_caches(decoder.spec(1, 16))
+  return prefill(decoder, tokens, [tokens.size], caches, method, all_logits=True)[0]
 
 
 # ---- config
-
-
-def test_config_goes_through_json():
-  for scaling in (None, Linear(2.0), Llama3(factor=32.0), Yarn(4.0, 4096)):
-    config = dataclasses.replace(SMALL, rope=kvjax.Rope(1e5, scaling))
-    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize(
@@ -83,23 +54,6 @@ def test_config_says_what_is_wrong(change, message):
 # ---- the decoder
 
 
-def test_all_logits_hold_the_last_ones():
-  decoder = small()
-  tokens, lengths = np.arange(10).reshape(2, 5), [3, 5]
-  last, _ = read(decoder, tokens, lengths)
-  every, _ = read(decoder, tokens, lengths, all_logits=True)
-  assert every.shape == (2, 5, SMALL.vocab)
-  chex.assert_trees_all_close(last, jnp.stack([every[0, 2], every[1, 4]]), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_without_a_prompt_keep_empty_caches():
-  decoder = small()
-  _, caches = read(decoder, np.arange(10).reshape(2, 5), [0, 5])
-  empty = kvjax.Full().init_caches(decoder.spec(2, 16))
-  first = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
-  chex.assert_trees_all_equal(first(caches), first(empty))
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtypes(dtype):
@@ -108,10 +62,11 @@ def test_dtypes(dtype):
   assert decoder.layers[0].attention_norm.scale[...].dtype == jnp.float32
   assert decoder.spec(1, 8).dtype == dtype
   assert decoder.spec(1, 8, jnp.float16).dtype == jnp.float16
-  logits, caches = read(decoder, np.ones((1, 4), int), [4])
+  method = kvjax.Full()
+  logits, caches = prefill(decoder, [[1] * 4], [4], method.init_caches(decoder.spec(1, 16)), method)
   assert logits.dtype == jnp.float32
   assert caches[0].slots["k"].dtype == dtype
-  again, _ = step(decoder, [3], caches)
+  again, _ = jax.jit(lambda token: decoder.decode(token, caches, method))(np.array([3]))
   assert again.dtype == jnp.float32
 
 
@@ -125,15 +80,6 @@ def test_weights_are_one_array_per_product_and_layer():
   }
   around = {"embedding": (31, 24), "head": (31, 24), "norm": {"scale": (24,)}}
   assert shapes == {**around, "layers": {0: layer, 1: layer}}
-
-
-def test_aux_is_reported_per_layer():
-  decoder, method = small(), kvjax.Full()
-  *_, aux = read(decoder, np.ones((1, 4), int), [4], with_aux=True)
-  assert len(aux) == SMALL.layers
-  caches = method.init_caches(decoder.spec(1, 8))
-  *_, aux = step(decoder, [1], caches, with_aux=True)
-  assert [layer["visited"].tolist() for layer in aux] == [[[1, 1, 1]]] * SMALL.layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,13 +103,12 @@ class Frozen(kvjax.Full):
 @pytest.mark.slow
 def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
   decoder, tokens = small(), np.arange(6)[None]
-  logits, _ = read(decoder, tokens, [6], Frozen(), all_logits=True)
+  logits = read(decoder, tokens, Frozen())
   one = dataclasses.replace(SMALL, layers=1)
   shallow = Transformer(one, dtype=jnp.float32, rngs=nnx.Rngs(1))
   shallow.layers = nnx.List([decoder.layers[0]])
   shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
-  before, _ = read(shallow, tokens, [6], all_logits=True)
-  deep, _ = read(decoder, tokens, [6], all_logits=True)
+  before, deep = (read(each, tokens, kvjax.Full()) for each in (shallow, decoder))
   chex.assert_trees_all_close(logits[:, :4], before[:, :4], rtol=1e-6, atol=1e-6)
   assert not np.allclose(logits[:, 4:], before[:, 4:], atol=1e-3)
   assert not np.allclose(logits[:, 4:], deep[:, 4:], atol=1e-3)

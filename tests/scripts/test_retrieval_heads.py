@@ -9,13 +9,14 @@ import pytest
 import kvjax
 from kvjax import DuoAttention, Full, Ltri
 from kvjax.methods.labels import read_heads
+from kvjax.models.decode.generate import prefill
 from kvjax.programs import retrieval_heads
 from kvjax.programs.evals import fitted, haystack, streams
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.streams import FITTING
 from kvjax.programs.evals.task import Row, rng
 from kvjax.programs.retrieval_heads import Looking, Sample, copied, gates, needles, recalled, scores
-from kvjax.testing.tiny import TOKENS, Run, model
+from kvjax.testing.tiny import TOKENS, model
 from scripts.examples.tiny import byte_tokenizer
 
 ROW = Row("", "", "", ("AB",), "needle", 4)
@@ -45,25 +46,19 @@ def test_scores_of_a_model():
     Sample(ids, 3, TOKENS[0, 6:8].tolist(), ROW),
     Sample(TOKENS[1, :20].tolist(), 5, TOKENS[1, 5:9].tolist(), ROW),
   ]
-  found = scores(model(), samples)
+  found, wanted = scores(model(), samples), []
   assert found.shape == (4, 6) and (found >= 0).all() and (found <= 1).all()
-  run = Run(Full(), capacity=64)
-  for row, sample in enumerate(samples):
-    fed = [sample.ids[-1], *sample.answer[:-1]]
-    tokens = np.array([[*sample.ids[:-1], *fed]] * 2, np.int32)
-    run.caches = Full().init_caches(model().spec(2, 64))
-    lengths = np.array([len(sample.ids) - 1] * 2, np.int32)
-    run.prefill(lengths, tokens=tokens)
+  for sample in samples:
+    caches = Full().init_caches(model().spec(1, 64))
+    given = np.array([sample.ids[:-1]]), [len(sample.ids) - 1]
+    _, caches = prefill(model(), *given, caches, Full())
     most = []
-    for i in range(len(fed)):
-      token = jnp.asarray(tokens[:, len(sample.ids) - 1 + i])
-      _, run.caches, reports = run.model.decode(token, run.caches, Looking(), with_aux=True)
+    for token in (sample.ids[-1], *sample.answer[:-1]):
+      _, caches, reports = model().decode(jnp.array([token]), caches, Looking(), with_aux=True)
       most.append([np.asarray(report["most"])[0].reshape(-1) for report in reports])
-    part = copied(np.array(most), sample)
-    rest = scores(model(), [sample])
-    np.testing.assert_allclose(rest, part)
-    samples[row] = part
-  np.testing.assert_allclose(found, np.mean(samples, 0))
+    wanted.append(copied(np.array(most), sample))
+    np.testing.assert_allclose(scores(model(), [sample]), wanted[-1])
+  np.testing.assert_allclose(found, np.mean(wanted, 0))
 
 
 def test_the_best_of_every_layer(tmp_path):

@@ -15,24 +15,12 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvjax
 from kvjax.models.io import convert, items
 from kvjax.models.io.tokenizer import Tokenizer
 from scripts.examples import tiny
-from tests import tiny_gguf
+from tests import plain, tiny_gguf
 
 PROMPT = np.random.default_rng(1).integers(0, tiny_gguf.V, 11)
-
-
-def logits_of(model, tokens):
-  method = kvjax.Full()
-  caches = method.init_caches(model.spec(1, len(tokens)))
-
-  @jax.jit
-  def read(tokens, lengths, caches):
-    return model.prefill(tokens, lengths, caches, method, all_logits=True)[0]
-
-  return np.asarray(read(np.asarray(tokens)[None], np.array([len(tokens)]), caches))[0]
 
 
 @pytest.mark.core(1)
@@ -46,7 +34,7 @@ def test_logits_equal_the_interleaved_oracle(tmp_path, kind, tied):
   model, _ = convert.load(tmp_path / "x", dtype=jnp.float32)
   assert model.config.tie_embeddings == tied
   want = tiny_gguf.forward(stored, PROMPT)
-  np.testing.assert_allclose(logits_of(model, PROMPT), want, rtol=2e-4, atol=2e-4)
+  np.testing.assert_allclose(plain.logits(model, [PROMPT])[0], want, rtol=2e-4, atol=2e-4)
 
 
 # ---- bad files

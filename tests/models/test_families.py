@@ -20,7 +20,7 @@ from kvjax.models.io import convert, families
 from kvjax.models.io.gguf import GGUF
 from kvjax.models.io.huggingface import HuggingFace
 from kvjax.primitives.rope import Llama3, Rope, Yarn
-from tests import tiny_hf
+from tests import plain, tiny_hf
 from tests.family_models import model
 from tests.tiny_gguf import as_gguf
 
@@ -40,11 +40,7 @@ def folders(tmp_path_factory):
 
 def logits_of(model):
   """Logits of `tiny_hf.tokens()`, float32 [B, T, V]: ragged rows, right-padded."""
-  method, tokens = kvjax.Full(), tiny_hf.tokens()
-  caches = method.init_caches(model.spec(*tokens.shape))
-  lengths = np.array(tiny_hf.LENGTHS, np.int32)
-  out, _ = prefill(model, tokens, lengths, caches, method, all_logits=True)
-  return np.asarray(out)
+  return plain.logits(model, tiny_hf.tokens(), tiny_hf.LENGTHS)
 
 
 @pytest.mark.core(3)

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.io import convert
 from kvjax.programs.evals.divergence import surprise
+from tests import plain
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 
@@ -35,12 +36,7 @@ def loaded(smollm2):
 @pytest.fixture(scope="module")
 def logits(golden, loaded):
   """Logits of every golden position, float32 [B, T, V]."""
-  model, method = loaded[0], kvjax.Full()
-  rows, size = golden["tokens"].shape
-  caches = method.init_caches(model.spec(rows, size))
-  lengths = np.full(rows, size)
-  out, _ = prefill(model, golden["tokens"], lengths, caches, method, all_logits=True)
-  return np.asarray(out)
+  return plain.logits(loaded[0], golden["tokens"])
 
 
 def test_logits_are_close(golden, logits):

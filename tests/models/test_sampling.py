@@ -186,11 +186,6 @@ def test_what_may_become_a_stop_string_is_held_back():
   assert parts == ["x", "", "", "ab.", "", "", "", "", ""] and row.ended
 
 
-def test_the_string_that_is_complete_first_wins():
-  assert released("abcd", ["abcd", "bc"])[1].text == "a"
-  assert released("aaab", ["aab"])[1].text == "a"
-
-
 @given(text=st.text("ab", max_size=12), stop=st.lists(st.text("ab", min_size=1, max_size=3)))
 def test_text_ends_where_a_plain_search_finds_the_first_string(text, stop):
   parts, row = released(text, stop)

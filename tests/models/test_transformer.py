@@ -14,6 +14,7 @@ import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
+from tests import plain
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
@@ -23,12 +24,6 @@ SMALL = ModelConfig(
 @functools.cache
 def small(dtype=jnp.float32, config=SMALL):
   return Transformer(config, dtype=dtype, rngs=nnx.Rngs(0))
-
-
-def read(decoder, tokens, method):
-  """Logits of every token of one row's prompt."""
-  caches = method.init_caches(decoder.spec(1, 16))
-  return prefill(decoder, tokens, [tokens.size], caches, method, all_logits=True)[0]
 
 
 # ---- config
@@ -103,12 +98,12 @@ class Frozen(kvjax.Full):
 @pytest.mark.slow
 def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
   decoder, tokens = small(), np.arange(6)[None]
-  logits = read(decoder, tokens, Frozen())
+  logits = plain.logits(decoder, tokens, method=Frozen())
   one = dataclasses.replace(SMALL, layers=1)
   shallow = Transformer(one, dtype=jnp.float32, rngs=nnx.Rngs(1))
   shallow.layers = nnx.List([decoder.layers[0]])
   shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
-  before, deep = (read(each, tokens, kvjax.Full()) for each in (shallow, decoder))
+  before, deep = (plain.logits(each, tokens) for each in (shallow, decoder))
   chex.assert_trees_all_close(logits[:, :4], before[:, :4], rtol=1e-6, atol=1e-6)
   assert not np.allclose(logits[:, 4:], before[:, 4:], atol=1e-3)
   assert not np.allclose(logits[:, 4:], deep[:, 4:], atol=1e-3)

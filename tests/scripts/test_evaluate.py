@@ -22,7 +22,6 @@ from scipy import special
 import kvjax
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.caches import next_turn
-from kvjax.models.decode.generate import prefill
 from kvjax.models.decode.step import Device
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, evaluate
@@ -43,7 +42,7 @@ from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.evals.registry import TASKS
 from kvjax.programs.evals.task import Row
 from scripts.examples import tiny
-from tests import eval_data, eval_rows
+from tests import eval_data, eval_rows, plain
 
 LENGTH = 480  # tokens are bytes
 METHODS = ("streaming_llm", "snapkv")
@@ -73,14 +72,6 @@ def parse(*given):
 def run(loaded, out, *more, **kwargs):
   """Rows of a run."""
   return evaluate.evaluate(parse(*arguments(out, *more, **kwargs)), *loaded)
-
-
-def read(model, ids, capacity=None, **how):
-  """Logits of a plain forward pass."""
-  caches = kvjax.Full().init_caches(model.spec(1, capacity or len(ids)))
-  tokens = np.zeros((1, capacity or len(ids)), int)
-  tokens[0, : len(ids)] = ids
-  return prefill(model, tokens, np.array([len(ids)]), caches, kvjax.Full(), **how)[0]
 
 
 def without_seconds(rows):
@@ -205,7 +196,7 @@ def test_a_second_turn_continues_what_the_first_one_left(loaded, tmp_path, monke
     logits, second = next(
       (x, answer) for x, n, answer in seconds if (n, answer.text) == (len(ids), row["answer"])
     )
-    np.testing.assert_allclose(logits, read(model, ids)[0], atol=1e-4)
+    np.testing.assert_allclose(logits, plain.logits(model, [ids])[0, -1], atol=1e-4)
     assert (row["first_answer"], row["answer"]) == (first.text, second.text)
     assert row["score"] == TASKS["needle"].score(second.text, made.second)
     assert row["also"] == {"first": TASKS["needle"].score(first.text, made)}
@@ -288,7 +279,7 @@ def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
   reader = Reader(tokenizer, chat=False)
   row = TASKS["kl"].build(reader.count, length=LENGTH, seed=0, index=2)
   ids = reader.row(row).ids + reader.continuation(row)
-  logits = read(model, ids, all_logits=True)
+  logits = plain.logits(model, [ids])
   steps = row.max_new_tokens - 1
   logp = np.asarray(jax.nn.log_softmax(logits))[0, -steps - 1 : -1]
   expected = -logp[np.arange(steps), ids[-steps:]]
@@ -323,8 +314,8 @@ def test_perplexity_is_that_of_plain_forward_passes(loaded, documents, tmp_path)
     ids = tokenizer.encode(made.continuation, bos=False)
     value = 0.0
     for context, rest in continuations.windows(ids, tokenizer.eos, 40):
-      logits = read(model, context + rest[:-1], 40, all_logits=True)
-      logp = special.log_softmax(np.asarray(logits[0])[len(context) - 1 :], -1)
+      logits = plain.logits(model, [context + rest[:-1]])[0, len(context) - 1 :]
+      logp = special.log_softmax(logits, -1)
       value += float(logp[np.arange(len(rest)), np.array(rest)].sum())
     np.testing.assert_allclose(row["also"]["log_likelihood"], value, rtol=1e-4)
     assert row["prompt_tokens"] == len(ids)
@@ -907,8 +898,8 @@ def test_heads_that_say_nothing_are_refused_unless_told(loaded, tmp_path):
     assert evaluate.entries(parse("--methods", label, "--unknown-fit"))
     assert [each.record for each in fitted.of_label(f"quantised+{label}")] == [None]
   assert not (tmp_path / "run").exists()
-  for plain in ("ltri", "ltri:heads=None", "duo_attention:pattern=alternate", "snapkv:pool=7"):
-    assert fitted.of_label(plain) == ()
+  for bare in ("ltri", "ltri:heads=None", "duo_attention:pattern=alternate", "snapkv:pool=7"):
+    assert fitted.of_label(bare) == ()
 
 
 @pytest.mark.parametrize("shared", ["text", "seed", "key", "value", "continuation"])

@@ -12,7 +12,6 @@ import pytest
 
 from kvjax import METHODS
 from kvjax.programs.evals import store
-from scripts.studies import art_study
 from scripts.tools import house, markers, tables
 from scripts.tools.tablemakers import (
   FOLDER,
@@ -22,7 +21,6 @@ from scripts.tools.tablemakers import (
   Ratio,
   Results,
   Timing,
-  art,
   cells,
   ltri,
   over,
@@ -31,7 +29,6 @@ from scripts.tools.tablemakers import (
   scores,
 )
 from scripts.tools.tables import DOCUMENTS
-from tests.eval_data import recording
 
 ROOT = pathlib.Path(tables.__file__).parents[2]
 FIRST = "B8 T1024 32x1 1/8, random keys"
@@ -422,31 +419,7 @@ def test_a_wheel_needs_nothing_of_a_checkout():
   assert not [name for name, path in house.modules().items() if own.search(path.read_text("utf-8"))]
 
 
-def test_moves_are_those_of_classes():
-  assert house.own(METHODS["tova"]) == [*("traits", "leaves", "victim", "observe", "rank")]
-  assert house.own(METHODS["snapkv"]) == ["score"]
-  assert house.family(METHODS["snapkv"]) == "`PromptScored`"
-  assert house.family(METHODS["longflow"]) == "`PromptScored`"
-
-
 # ---- studies that come later
-
-
-def test_studies_of_stops_are_those_of_the_lengths_that_there_are(tmp_path):
-  rng = np.random.default_rng(0)
-  folder = tmp_path / "art_study" / "qwen1.5b"
-  folder.mkdir(parents=True)
-  for order in art_study.ORDERS:
-    found = art_study.study(recording(rng.normal(size=(64, 40))), 4, 6, order)
-    about = {"model": "tiny", "text": "drawn"}
-    text = json.dumps({**art_study._plain(found), "about": about})
-    (folder / f"tile128_16384_{order}.json").write_text(text, "utf-8")
-  held = Results(tmp_path)
-  makers = art.stops, art.groups, art.theory
-  stops, groups, theory = (make(held, "qwen1.5b/tile") for make in makers)
-  assert len(stops) == 16 and all(x.startswith("16,384 tokens, ") for x, *_ in stops.index)
-  assert list(groups.index) == [3]
-  assert len(theory) == 8 and list(theory.index.get_level_values("whose")).count("a group") == 4
 
 
 def test_needles_show_what_was_asked_and_withdraw_what_was_fitted_on_them(tmp_path):

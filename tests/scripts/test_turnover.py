@@ -8,11 +8,11 @@ import pytest
 from scipy.special import log_softmax
 
 import kvjax
-from kvjax.models.decode.generate import prefill
 from kvjax.programs import common
 from kvjax.programs.evals.stats import student
-from kvjax.testing.tiny import CAPACITY, CONFIG, Run, model
+from kvjax.testing.tiny import CONFIG, Run, model
 from scripts.studies import turnover
+from tests import plain
 
 SPECIAL, END = 5, 7  # tokens that no answer has
 PROMPT, ANSWER, ROWS = 16, 40, 2
@@ -41,9 +41,7 @@ def args(monkeypatch, tmp_path):
 
 def forward(text):
   """Logits [B, N, V] of a plain pass, each of the prediction of an answer's token."""
-  caches, lengths = model().init_caches(kvjax.Full(), ROWS, CAPACITY), np.full(ROWS, text.shape[1])
-  logits, _ = prefill(model(), text, lengths, caches, kvjax.Full(), all_logits=True)
-  return np.array(logits[:, PROMPT - 1 : -1], np.float64)
+  return np.array(plain.logits(model(), text)[:, PROMPT - 1 : -1], np.float64)
 
 
 def records(args):

@@ -308,7 +308,7 @@ def test_forks_are_refused(untyped):
     (lambda: fork(logits, caches, 2, row=1.0), r"row: found 1\.0, expected an integer"),
     (lambda: fork(logits, (), 2), "caches: found tuple, expected the tuple that"),
     (lambda: fork(logits[0], caches, 2), r"logits: found shape \(\d+,\), expected \[2, V\]"),
-    (lambda: fork_shared(logits, caches, FULL, 2, room=4.0), r"room: found 4\.0, expected an int"),
+    (lambda: fork_shared(logits, caches, FULL, 2, room=4.0), "room: found 4.0, .* an integer"),
   ):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
       call()

@@ -46,7 +46,7 @@ WINDOW = {"llama.attention.sliding_window": 64, "llama.attention.sliding_window_
 WRONG = [
   ({"blk.1.attn_k.weight": None}, r"1 of 29 tensors not found.*blk\.1\.attn_k"),
   ({"token_embd.weight": None}, r"token_embd\.weight.*not found"),
-  ({"blk.1.ffn_gate.weight": np.full((96, 64), np.nan, np.float32)}, r"1\.ffn_gate\.weight.*NaN"),
+  ({"blk.1.ffn_gate.weight": np.full((96, 64), np.nan, np.float32)}, r"blk\.1\.ffn_gate.*NaN"),
   ({"blk.2.ffn_up.weight": np.ones((32, 64), np.float32)}, r"found shape \(32, .*expected \(96, "),
   ({"llama.block_count": 4}, r"found tensors of 3 layers, expected 4"),
   ({"llama.block_count": None}, r"block_count.*not found"),

@@ -127,7 +127,7 @@ def test_more_layers_than_the_folder_has(copy):
 def test_a_tokenizer_of_another_vocabulary(copy, rows):
   path = copy / "made" / "tokenizer_config.json"
   path.write_text(json.dumps({**json.loads(path.read_text()), "rows": rows}))
-  with pytest.raises(ValueError, match=rf"r_config\.json: .*rows: found {rows}, expected .* 267"):
+  with pytest.raises(ValueError, match=rf"_config\.json: .*rows: found {rows}, expected .* 267"):
     convert.load(copy / "made")
 
 

@@ -176,7 +176,7 @@ WRONG = [
   ({"rope_scaling": _LONG}, r"short_factor.*expected numbers"),
   ({"rope_scaling": {**_LONG, "short_factor": [1.0] * 3}}, r"rope: found .*expected .* for each"),
   ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor.*found 1\.5"),
-  ({**_GEMMA2, "attn_logit_softcapping": -5.0}, r"soft_cap: found -5\.0, expected a finite num"),
+  ({**_GEMMA2, "attn_logit_softcapping": -5.0}, r"soft_cap: found -5\.0, expected .* above 0"),
   ({"model_type": "qwen3_moe", **MOE, "num_experts": 10**9}, r"of 0 experts, expected 1000000000"),
   ({"rope_scaling": {"type": "linear"}}, r"'factor': found None, expected a number"),
   ({"rope_scaling": {**_YARN, "factor": "4"}}, r"'factor': found '4'"),
@@ -185,7 +185,7 @@ WRONG = [
   ({"rope_scaling": {**_YARN, "attention_factor": float("nan")}}, r"config\.json: .*finite"),
   ({"rope_scaling": 3}, r"wrong type"),
   *(
-    ({"model_type": family, **_SLIDING, **unused}, r"layer_types.*'sliding.*' without a sliding w")
+    ({"model_type": family, **_SLIDING, **unused}, r"layer_types.*without a sliding window in use")
     for family, unused in (
       ("qwen2", {"sliding_window": 64, "use_sliding_window": False}),
       ("mistral", {"sliding_window": None}),
@@ -227,7 +227,7 @@ UNKNOWN = [
     ({"model_type": family, "layer_types": [f"{kind}_attention"] * 2}, rf"{kind}.*expected 2 of")
     for family, kind in (("mistral", "chunked"), ("qwen3", "linear"))
   ),
-  ({"model_type": "gpt_oss", "quantization_config": {"x": "mxfp4"}}, r"tion_config.*mxfp4"),
+  ({"model_type": "gpt_oss", "quantization_config": {"x": "mxfp4"}}, r"quantiz.*mxfp4"),
   ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, r"swiglu_limit.*found 5\.0, expected 7\.0"),
   ({**_GEMMA2, "hidden_act": "silu"}, r"hidden_act.*found 'silu', expected 'gelu_pytorch_tanh'"),
   (
@@ -239,7 +239,7 @@ UNKNOWN = [
     {"rope_parameters": _PLAIN, "rope_scaling": _YARN},
     r"found 'rope_scaling' .*yarn.* beside 'rope_parameters' .*default.*expected one of them",
   ),
-  ({"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN}, r"beside 'rope_param"),
+  ({"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN}, r"beside .*parameters'"),
   (
     {"model_type": "gemma3_text", "rope_parameters": _YARN},
     r"'rope_parameters': found the entries \['factor', 'rope_type'\], expected full_attention",

@@ -57,28 +57,24 @@ def test_several_rows_and_donation():
 
 
 def test_bad_arguments_are_refused():
-  method = kvjax.Full()
+  method, other = METHODS.values()
   logits, live = read(model(), method, [0, 1])
-  _, new = read(model(), method, [1])
-  for rows, message in (
-    ([2], r"rows: found \[2\], expected different rows of 0 to 1"),
-    ([], r"rows: found \[\], expected different rows"),
-    ([1, 1], r"rows: found \[1, 1\], expected different rows"),
-    ([0, 1], "rows: found 2, expected 1, one for each row of new"),
+  (_, new), (_, longer), (_, foreign) = (
+    read(model(), of, [1], size)
+    for of, size in ((method, CAPACITY), (method, 2 * CAPACITY), (other, CAPACITY))
+  )
+  for rows, given, error, message in (
+    ([2], new, ValueError, r"rows: found \[2\], expected different rows of 0 to 1"),
+    ([], new, ValueError, r"rows: found \[\], expected different rows"),
+    ([1, 1], new, ValueError, r"rows: found \[1, 1\], expected different rows"),
+    ([0, 1], new, ValueError, "rows: found 2, expected 1, one for each row of new"),
+    ([0.5], new, TypeError, r"rows: found float64 \(1,\), expected a list of integers"),
+    ([0], (), TypeError, "caches: found tuple, expected"),
+    ([0], longer, ValueError, r"new: layer 0: slots\.k: found .* a row, expected .*64, 16"),
+    ([0], foreign, ValueError, r"new: layer 0: found .*SnapKV.*, expected .*Full\(\)"),
   ):
-    with pytest.raises(ValueError, match=message):
-      insert(live, rows, new)
-  with pytest.raises(TypeError, match=r"rows: found float64 \(1,\), expected a list of integers"):
-    insert(live, [0.5], new)
-  with pytest.raises(TypeError, match="caches: found tuple, expected"):
-    insert(live, [0], ())
-  longer = read(model(), method, [1], 2 * CAPACITY)[1]
-  found = r"new: layer 0: slots\.k: found .* a row, expected .*64, 16"
-  with pytest.raises(ValueError, match=found):
-    insert(live, [0], longer)
-  other = METHODS["snapkv"]
-  with pytest.raises(ValueError, match=r"new: layer 0: found .*SnapKV.*, expected .*Full\(\)"):
-    insert(live, [0], read(model(), other, [1])[1])
+    with pytest.raises(error, match=message):
+      insert(live, rows, given)
   with pytest.raises(ValueError, match=r"SnapKV"):
     clear(live, [0], other, model().spec(2, CAPACITY))
   spec = dataclasses.replace(model().spec(2, CAPACITY), capacity=32)

@@ -197,6 +197,21 @@ def test_damage_anywhere_is_refused_in_one_line(saved):
   assert max(files_of(path), key=lambda x: x.stat().st_size) in refused
 
 
+def test_an_interrupted_save_leaves_the_old_version(saved, monkeypatch):
+  path, logits, caches, spec = saved
+
+  def stop(*_, **__):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(ocp.CheckpointManager, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+      save(path, logits + 1, caches, FULL, spec)
+  chex.assert_trees_all_equal(restore(path, FULL, spec), (logits, caches))
+  save(path, logits + 1, caches, FULL, spec)  # nobody is waited for
+  assert [p.name for p in path.iterdir()] == ["2"]
+
+
 KILLED = """
 import os, signal, sys
 import jax.numpy as jnp

@@ -191,6 +191,20 @@ def test_branches_say_what_copies_say(method):
   fork(logits, caches, 1)  # the caches that they come from are still there
 
 
+def test_branches_have_the_window_of_their_own_row():
+  """Row by row what `fork` copies, of two rows that have read different texts."""
+  decoder = family_models.model("gemma3-parameters")
+  caches = Full().init_caches(decoder.spec(2, 72))
+  tokens, lengths = tiny_hf.tokens()[:, :40], np.array([40, 31])
+  logits, caches = prefill(decoder, tokens, lengths, caches, Full())
+  copied, shared = fork(logits, caches, 3)[1], fork_shared(logits, caches, Full(), 3, room=12)[1]
+  windows = [i for i, window in enumerate(decoder.config.windows) if window]
+  assert windows
+  for i in windows:
+    assert not np.array_equal(caches[i].pos[0], caches[i].pos[1])
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (shared[i], copied[i])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3-parameters", "gpt-oss"])
 def test_families(family):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import chex
 import jax
@@ -14,6 +15,7 @@ import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
+from kvjax.primitives.rope import Linear, Llama3, Yarn
 from tests import plain
 
 SMALL = ModelConfig(
@@ -27,6 +29,12 @@ def small(dtype=jnp.float32, config=SMALL):
 
 
 # ---- config
+
+
+def test_config_goes_through_json():
+  for scaling in (None, Linear(2.0), Llama3(factor=32.0), Yarn(4.0, 4096)):
+    config = dataclasses.replace(SMALL, rope=kvjax.Rope(1e5, scaling))
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,13 @@ def run(loaded, out, *more, **kwargs):
   return evaluate.evaluate(parse(*arguments(out, *more, **kwargs)), *loaded)
 
 
-def without_seconds(rows):
-  return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-
-
 def by_key(rows):
   return {store.key(row): row for row in rows}
+
+
+def untimed(rows):
+  """Rows by their keys, without the seconds that they took."""
+  return {store.key(row): {n: x for n, x in row.items() if n != "seconds"} for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +232,7 @@ def test_second_turns_are_cells_of_their_own(loaded, finished, tmp_path, capsys)
   """Rows of one turn are what they are without the mode; a task with one question stays out."""
   modes = (*BOTH, "second")
   rows = by_key(run(loaded, tmp_path, *modes, "--lengths", str(LENGTH), str(TWICE)))
-  for named, row in by_key(without_seconds(finished[1])).items():
+  for named, row in untimed(finished[1]).items():
     assert {k: v for k, v in rows[named].items() if k != "seconds"} == row
   twice = [row for row in rows.values() if row["mode"] == "second"]
   assert {(row["task"], row["length"]) for row in twice} == {("needle", TWICE)}
@@ -398,7 +399,7 @@ def test_an_interrupted_run_goes_on(loaded, finished, tmp_path, seed):
     (out / store.ROWS).write_bytes(written[: rng.randrange(len(written))])
     rows = run(loaded, out, *BOTH)
     assert rows == store.read(out) and len(rows) == len(finished[1])
-    assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
+    assert untimed(rows) == untimed(finished[1])
 
 
 def test_a_finished_run_has_nothing_to_do(loaded, finished, monkeypatch):
@@ -422,7 +423,7 @@ def test_packed_rows_are_read_and_added_to(loaded, finished, tmp_path):
   more = run(loaded, tmp_path, *BOTH)
   assert more[: len(few)] == few
   assert len(rows.read_text().splitlines()) == len(more) - len(few)
-  assert by_key(without_seconds(more)) == by_key(without_seconds(finished[1]))
+  assert untimed(more) == untimed(finished[1])
   packed.write_bytes(packed.read_bytes()[:-9])
   with pytest.raises(ValueError, match=r"rows\.jsonl\.gz: damaged"):
     store.read(tmp_path)
@@ -448,7 +449,7 @@ def test_parts_are_put_together(loaded, finished, tmp_path, monkeypatch, capsys)
     evaluate.main(parse("--only-report", "--out", str(out), *named))
   monkeypatch.undo()
   rows = store.read(out)
-  assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
+  assert untimed(rows) == untimed(finished[1])
   assert len(rows) == len(finished[1])
   assert rows[: SAMPLES * 2 * 3] == store.read(parts[0])
   assert [trace["method"] for trace in evaluate.traces(out)] == ["both", "x", "y"]
@@ -467,7 +468,7 @@ def test_a_part_and_the_rest(loaded, finished, tmp_path):
   part = run(loaded, tmp_path / "a", methods=("snapkv",), samples=2)
   rows = run(loaded, tmp_path / "b", *BOTH, "--add", str(tmp_path / "a"))
   assert rows[: len(part)] == part
-  assert by_key(without_seconds(rows)) == by_key(without_seconds(finished[1]))
+  assert untimed(rows) == untimed(finished[1])
 
 
 def test_parts_that_do_not_fit_are_refused(loaded, finished, tmp_path):
@@ -748,10 +749,7 @@ kvjax.settings.register(Mine, example=lambda cls, budget: cls(budget=budget))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "edited",
-  ["own_helper", "own_method", "base"],
-)
+@pytest.mark.parametrize("edited", ["own_helper", "own_method", "base"])
 def test_an_edited_own_method_is_refused(loaded, tmp_path, monkeypatch, edited):
   """Its file, one that it imports, and as what another method is over; an unrelated one is free."""
   monkeypatch.syspath_prepend(tmp_path)

@@ -282,7 +282,7 @@ def test_a_fleeting_step_leaves_nothing():
 
 # Those of developers that compile for ten seconds and more.
 LONG = ("art", "art_e2e", "batcher", "cpe", "cuts", "e2e_sparse", "forked", "live", "longflow")
-LONG += ("offload", "per_head", "prefill", "prr", "quantised", "scale")
+LONG += ("offload", "per_head", "prefill", "quantised", "scale")
 
 
 @pytest.mark.slow

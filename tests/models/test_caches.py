@@ -213,7 +213,7 @@ def test_an_interrupted_save_leaves_the_old_version(saved, monkeypatch):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
 import jax.numpy as jnp
 import kvjax
 from kvjax.models.decode.caches import save, save_async
@@ -221,6 +221,8 @@ spec, method = kvjax.CacheSpec(1, 1 << 16, 4, 1, 64, 2), kvjax.Full()
 caches = method.init_caches(spec)
 save(sys.argv[1], jnp.zeros((1, 5)), caches, method, spec)
 save_async(sys.argv[1], jnp.ones((1, 5)), caches, method, spec)
+while len(os.listdir(sys.argv[1])) < 2:
+  time.sleep(1e-3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -228,7 +230,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.slow
 def test_a_killed_save_leaves_the_old_version(tmp_path):
   path, method = tmp_path / "x", kvjax.Full()
-  done = subprocess.run([sys.executable, "-c", KILLED, path], capture_output=True, text=True)
+  done = subprocess.run(
+    [sys.executable, "-c", KILLED, path], capture_output=True, text=True, timeout=120
+  )
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert len(list(path.iterdir())) == 2  # it was in the middle
   spec = kvjax.CacheSpec(1, 1 << 16, 4, 1, 64, 2)

@@ -68,7 +68,7 @@ def output(program, count, *arguments, devices=1, timeout=300):
 
 
 def peak(call):
-  """What a call returns, and the bytes of memory that it takes at most; of Linux."""
+  """Result of a call, and the bytes of memory that it takes at most; of Linux."""
 
   def status(key):
     text = pathlib.Path("/proc/self/status").read_text()

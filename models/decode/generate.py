@@ -210,8 +210,8 @@ def compile_ahead(
   """Begins to compile the step of `generate` in a thread, to be called before the prompt is read.
 
   The first step waits for it. Nothing where the program is there, or where `generate` runs one for
-  each layer, or in several processes. It is the step of a generation that is looked at as it comes;
-  another program may take several steps at once.
+  each layer, or in several processes. Where nobody looks at tokens as they come `generate` may run
+  another program, of several steps.
 
   Args:
     model, method: as `generate` takes them.

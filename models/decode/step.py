@@ -1,11 +1,13 @@
 """Steps of the decode loop: as they are compiled, and as a device is called for them.
 
 A token is chosen and predicts the next. A call is dispatched while the device runs earlier ones,
-and its launches are queued, so that the device does not wait while the host reads tokens. A loop
-on the device needs a predicate, for which the host has to wait at every step. Methods that stream
-take less time so: their caches are some 20 arrays a layer, and before each call the host tells the
-device's graph where they are, launch by launch, while the device waits. So theirs is a loop, of as
-many steps as nobody looks at one by one.
+and its launches are queued, so that the device does not wait while the host reads tokens.
+
+Before each call the host tells the device's graph where its buffers are, launch by launch, while
+the device waits. A loop on the device spares that, but where it may end early it has a predicate,
+for which the host waits at every step. Methods that stream, of some 20 arrays a layer, take less
+time so: theirs is a loop, of as many steps as nobody looks at one by one. Others take a step a
+call; of a quick model, where nobody looks, a few, whose number the graph knows.
 """
 
 from __future__ import annotations

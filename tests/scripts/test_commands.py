@@ -44,6 +44,7 @@ def test_a_summary_is_one_short_sentence(module):
   assert said.startswith("For developers: ") == (module in DEVELOPERS)
 
 
+# runpy says so of each module that another test has imported.
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("module", sorted(set(PROGRAMS) - OUTSIDE))
 def test_a_module_that_is_run_says_how_it_is_used(module, monkeypatch, capsys):

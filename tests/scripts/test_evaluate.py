@@ -896,8 +896,9 @@ def test_heads_that_say_nothing_are_refused_unless_told(loaded, tmp_path):
     assert evaluate.entries(parse("--methods", label, "--unknown-fit"))
     assert [each.record for each in fitted.of_label(f"quantised+{label}")] == [None]
   assert not (tmp_path / "run").exists()
-  for bare in ("ltri", "ltri:heads=None", "duo_attention:pattern=alternate", "snapkv:pool=7"):
-    assert fitted.of_label(bare) == ()
+  bare = "ltri ltri:heads=None duo_attention:pattern=alternate snapkv:pool=7 hshare:heads=0.75"
+  for label in bare.split():
+    assert fitted.of_label(label) == ()
 
 
 @pytest.mark.parametrize("shared", ["text", "seed", "key", "value", "continuation"])

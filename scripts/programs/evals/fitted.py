@@ -24,7 +24,7 @@ from kvjax.programs.evals.task import Row
 UNKNOWN = "unknown"
 OPTION = "--methods"  # what errors call a label
 FIELDS = ("heads", "pattern")  # fields that are found by looking at a model
-UNFITTED = (None, "alternate")  # values of theirs that are not
+UNFITTED = (None, "alternate")  # values of theirs that are not, nor is a share (HShare's heads)
 COMMENT = "# fitted: "  # a line of a .tsv, which readers of numbers skip
 _SHINGLE, _WINDOW = 13, 64  # words that are hashed together, and hashes of which one is kept
 
@@ -133,8 +133,10 @@ def of_label(label: str) -> tuple[Fitted, ...]:
       path = pathlib.Path(text)
       if path.suffix in labels.FILES:
         found.append(Fitted(f"{name}:{field}={text}", labels.read(of, path, OPTION)))
-      elif field in FIELDS and labels.value_of(field, text, OPTION) not in UNFITTED:
-        found.append(Fitted(f"{name}:{field}={text}", None))
+      elif field in FIELDS:
+        value = labels.value_of(field, text, OPTION)
+        if value not in UNFITTED and not isinstance(value, (int, float)):
+          found.append(Fitted(f"{name}:{field}={text}", None))
   return tuple(found)
 
 

@@ -82,8 +82,16 @@ def check(cls: type, values: dict[str, Any]) -> None:
       raise TypeError(f"{cls.__name__}.{name}: found {values[name]!r}, expected {expected}")
   for name, (holds, expected, default) in _bounds(cls).items():
     value = values.get(name, default)
-    if value is not None and value is not dataclasses.MISSING and not holds(value):
+    if value is not None and value is not dataclasses.MISSING and not _holds(holds, value):
       raise ValueError(f"{cls.__name__}.{name}: found {value!r}, expected {expected}")
+
+
+def _holds(holds: Callable[[Any], Any], value: Any) -> bool:
+  """False also of what a bound cannot look at: a tuple that holds other things than it should."""
+  try:
+    return bool(holds(value))
+  except (TypeError, ValueError):
+    return False
 
 
 def check_float(name: str, dtype: Any) -> None:

@@ -62,7 +62,7 @@ def changed(
   Raises:
     ValueError: it has no such field, or refuses its value.
   """
-  known = [field.name for field in dataclasses.fields(method)]
+  known = [field.name for field in dataclasses.fields(method) if field.init]
   if unknown := sorted(set(fields) - set(known)):
     raise ValueError(f"{option}: {name} has no {', '.join(unknown)}, it has: {', '.join(known)}")
   values = {field: value_of(field, text, option) for field, text in fields.items()}
@@ -76,12 +76,21 @@ def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
     more, _, rest = rest.partition(":")
     name = f"{name}:{more}"
   fields = {}
-  for part in filter(None, re.split(r",(?![^(]*\))", rest)):  # not inside of (0, 1)
+  for part in filter(None, _listed(rest)):
     field, equals, value = part.partition("=")
     if not equals:
       raise ValueError(f"{option}: found {label!r}, expected name:field=value,field=value")
     fields[field] = value
   return name, fields
+
+
+def _listed(text: str) -> list[str]:
+  """What stands between commas, but for those inside of brackets."""
+  depth, found = 0, [""]
+  for char in text:
+    depth += (char in "([{") - (char in ")]}")
+    found = [*found, ""] if char == "," and depth == 0 else [*found[:-1], found[-1] + char]
+  return found
 
 
 def value_of(field: str, text: str, option: str = "label") -> Any:

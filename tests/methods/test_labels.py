@@ -17,6 +17,8 @@ def test_a_label_is_a_method():
   over = instance("quantised:bits=4+snapkv:window_size=4", 64)
   assert over == kvjax.Quantised(kvjax.SnapKV(64, 4), bits=4)
   assert instance("knorm:skip_layers=(0,1)", 64).skip_layers == (0, 1)
+  heads = "ltri:heads=((1, 3, 0.5), (2, 0, 0.25)),voting=False"
+  assert instance(heads, 4096).heads == ((1, 3, 0.5), (2, 0, 0.25))
   assert instance("kvjax:Quest:page=4", 64).page == 4
   assert instance("art:patience=inf", 64).patience == math.inf
   assert labels.split("adakv:safeguard=0+kvzip") == ["adakv:safeguard=0", "kvzip"]
@@ -39,6 +41,8 @@ def test_values_that_stand_in_files(tmp_path):
     ("snapkw", r"--it: found 'snapkw', .*\(did you mean 'snapkv'\?\)"),
     ("snapkv:4", "--it: found 'snapkv:4', expected name:field=value"),
     ("snapkv:windows=4", "--it: snapkv has no windows, it has: budget, window_size"),
+    ("snapkv:window_size=4,pool", "--it: found 'snapkv:window_size=4,pool', expected name:field="),
+    ("lm_infinite:rope=1", "--it: lm_infinite has no rope, it has: "),
     ("snapkv+full", r"--it: found 'snapkv\+full', expected a method over others before"),
     ("json:loads", r"--it: found 'json:loads', .*expected a subclass of kvjax\.Method"),
     ("nowhere:Mine", r"--it: found 'nowhere:Mine', expected module:Class \(No module"),
@@ -47,3 +51,10 @@ def test_values_that_stand_in_files(tmp_path):
 def test_what_is_no_label_is_refused(label, message):
   with pytest.raises(ValueError, match=message):
     instance(label, 64, "--it")
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("heads", ["(1,2)", "((1,2),)", '((1,"a",0.5),)', "((-1,2,0.5),)"])
+def test_what_is_no_list_of_heads_is_refused(heads):
+  with pytest.raises(ValueError, match=r"Ltri\.heads: found .*, expected one or more, one per"):
+    instance(f"ltri:heads={heads}", 64)

@@ -20,7 +20,7 @@ from kvjax.kernels.common import backend
 from kvjax.kernels.common.search import EACH, LEAST, keys, threshold
 from kvjax.kernels.common.split_k import columns_of
 
-WARPS = 4
+MANY = 512  # tokens of a retrieval for which a program takes twice the warps
 
 
 class _Made(NamedTuple):
@@ -196,7 +196,7 @@ def note(
     *(live, made, block),
     grid=(rows,),
     out=[_Block(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in block))],
-    warps=WARPS,
+    warps=4 if found.shape[3] < MANY else 8,
     stages=1,
     name="cis_note",
     interpret=interpret,

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from kvjax.kernels.common.search import EACH
 
 SHORTEST = 512  # shortest part
-LAUNCH = 2048  # a launch takes as long as it takes to search that many more scores
+LAUNCH = 1536  # a launch takes as long as it takes to search that many more scores
 LEVEL = 1024  # fewer scores than that take a program hardly less time: a warp for every scheduler
 AT_ONCE = 8192  # scores that a multiprocessor's registers hold
 

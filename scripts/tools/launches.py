@@ -79,7 +79,7 @@ def layers() -> dict[str, Layer]:
   quest, infllm = kvjax.Quest(1024, dense_layers=0), kvjax.InfLLMv2(dense_below=0)
   sharing = kvjax.settings.example(kvjax.CIS, 1024)
   alone = dataclasses.replace(sharing, tau=1.0)
-  paper = kvjax.settings.example(kvjax.CIS, 512)
+  paper, many = (kvjax.settings.example(kvjax.CIS, budget) for budget in (512, 4096))
   return {
     "Full, B1 T32K 8x4": Layer(kvjax.Full(), "8x4", 1, 32 << 10),
     "Quest, B1 T32K 8x4": Layer(quest, "8x4", 1, 32 << 10),
@@ -94,6 +94,10 @@ def layers() -> dict[str, Layer]:
     "CIS sharing, B8 T8K 2x6": Layer(sharing, "2x6", 8, 8 << 10, before=2),
     "CIS retrieving, B8 T8K 2x6": Layer(alone, "2x6", 8, 8 << 10),
     "CIS retrieving, B8 T32K 2x6": Layer(alone, "2x6", 8, 32 << 10),
+    "CIS sharing, B8 T32K 2x6, 4,096 tokens": Layer(many, "2x6", 8, 32 << 10, before=2),
+    "CIS retrieving, B8 T32K 2x6, 4,096 tokens": Layer(
+      dataclasses.replace(many, tau=1.0), "2x6", 8, 32 << 10
+    ),
   }
 
 

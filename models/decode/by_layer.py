@@ -72,11 +72,12 @@ class ByLayer:
     with self.model.products_traced():
       x, handed = _embed(form, leaves, tokens), (_carry(method, caches),)
       told = lengths, total
-      sites = self._sites(_prefill, method, past, caches, x, told, handed)
+      run = _prefill if method.traits.stream is None else _prefill_piece
+      sites = self._sites(run, method, past, caches, x, told, handed)
       new, reports = [], []
       for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
         known = bound(at, past)
-        x, cache, handed, aux = _prefill(layer, at, known, own, cache, x, told, handed)
+        x, cache, handed, aux = run(layer, at, known, own, cache, x, told, handed)
         new.append(cache)
         reports.append(aux)
       logits = _predict(form, all_logits, leaves, x, lengths)
@@ -251,9 +252,7 @@ def _conclude(method: Method, env: Env, caches: Any, lengths: Any) -> Any:
   return offload.settled(method.conclude(env, caches, lengths))
 
 
-@flat.own
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
-def _prefill(
+def _of_prompt(
   form: Form, at: At, past: int | None, leaves: Any, cache: Any, x: Any, told: Any, handed: Any
 ) -> Any:
   """A layer of a prompt: state, cache, what it hands on (the carry), reports."""
@@ -261,6 +260,13 @@ def _prefill(
   prompt = Prompt.of(at, x.shape[1], lengths, total, past)
   x, cache, carry, aux = form.module(leaves).prefill(at, x, cache, prompt, carry)
   return x, offload.settled(cache), (carry,), aux
+
+
+_jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+# A GPU's compiler tries kernels of its own for large products, for most of the time that a layer
+# takes to compile; what the vendor's library has is as fast.
+_prefill = flat.own(_jitted(_of_prompt, compiler_options={"xla_gpu_enable_triton_gemm": False}))
+_prefill_piece = flat.own(_jitted(_of_prompt))  # of a stream, whose products are small
 
 
 @flat.own

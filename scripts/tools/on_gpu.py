@@ -169,9 +169,15 @@ def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
 # the smallest less, on rows of another seed (`art_32K_seed1`), but takes the full cache's time.
 RANKED = "art:relative=True,sinks=4,margin=16,by_mass=inf,tau=0.005"
 ARTS = f"{RANKED} {RANKED.replace('0.005', '0.01')} {RANKED.replace('0.005', '0.02')}"
-# CPE as it is without settings, and without neighbours where few groups retrieve, by either rule;
-# τ are those of the study of sharing on SmolLM2.
-CPES = "cpe cpe:tau=0.5,radius=0 cpe:agree=mean,tau=0.8,radius=0"
+# CIS and CPE as they are without settings; where few groups retrieve, by either rule, with τ of the
+# study of sharing on SmolLM2; and where all retrieve in the same steps.
+CISES = "cis cis:agree=mean,tau=0.8,radius=0 cis:block=4,tau=-1 cis:block=4,tau=-1,radius=0"
+CPES = f"{CISES} cis:block=8,tau=-1,radius=0 cpe cpe:tau=0.5,radius=0 cpe:block=4,tau=-1,radius=0"
+# Tab. II of PrHS: CIS, and CIS*, by their block sizes, HShare by its two, and the others.
+SHARING = " ".join(
+  [f"cis:{more}block={s}" for more in ("", "k=72,sinks=8,local=32,") for s in (8, 16, 20)]
+  + ["hshare", "hshare:layers=0.75,heads=0.75", "quest", "double_sparsity", "h2o"]
+)
 STUDY = "--checkpoint {checkpoint} --length"
 LAYERS = " ".join(map(str, range(28)))
 
@@ -292,7 +298,7 @@ REAL = {
   "speed_32K_art": speed("32K_art", f"--lengths 32768 --batches 8 --methods {ARTS}"),
   "real_32K_cpe": real(
     "32K_cpe",
-    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 30 "
+    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
     f"--memory 14 --trace 8 --budgets 4096 --methods {CPES}",
   ),
   "speed_32K_cpe": speed("32K_cpe", f"--lengths 32768 --batches 8 --budgets 4096 --methods {CPES}"),
@@ -315,6 +321,15 @@ REAL = {
     "gsm8k",
     "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
     "--methods longflow r_kv h2o tova",
+  ),
+  "real_gsm8k_chat": real(
+    "gsm8k_chat",
+    "--tasks gsm8k_chat --lengths 4096 --batch 100 --samples 300 --budgets 128 256 --methods "
+    "longflow longflow:per=layer r_kv h2o tova vatp streaming_llm",
+  ),
+  "real_gsm8k_128": real(
+    "gsm8k_128",
+    f"--tasks gsm8k --lengths 2048 --batch 100 --samples 200 --budgets 128 --methods {SHARING}",
   ),
   **{
     f"real_published_{task}": published(

@@ -72,7 +72,7 @@ def task(results: Results, where: str) -> Part:
   rows = [row for row in run(results, folder).rows if row["task"] == name]
   found = shown(standings(rows)[0], [name], ".1f")
   found["MB kept a row"] = [f"{size / 1e6:.1f}" for size in _cache(rows)[found.index]]
-  found = found[(found.budget.notna() & found.score.notna()) | (found.index == FULL)]
+  found = found[found.score.notna()]
   found = found.sort_values(["budget", "score"], ascending=[True, False], na_position="first")
   found = found.rename(columns={f"`{name}`": "right, %"})
   return found[["n", "right, %", "less full", "MB kept a row"]]

@@ -1,5 +1,6 @@
 """A layer's cache of random tokens, and a decode step of the layer, of several suites."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -65,3 +66,22 @@ def step_of(
     return cache, (out, aux) if with_aux else out
 
   return step
+
+
+def compared(cis: kvjax.CIS, cpe: kvjax.CPE, budget: int) -> list[tuple[str, kvjax.Method]]:
+  """The other columns of PrHS's Tabs. IV and V at as many tokens, named as there.
+
+  For a layer by itself, HShare shares between steps, and with no other layer.
+  """
+  half, more = ({"layers": share, "heads": share} for share in (1 / 2, 3 / 4))
+  shared = kvjax.HShare(budget, cis.sinks, cis.local)
+  return [
+    ("CPE-8", dataclasses.replace(cpe, block=8)),
+    ("CIS-8", dataclasses.replace(cis, block=8)),
+    ("CIS-16", dataclasses.replace(cis, block=16)),
+    ("HShare-0", dataclasses.replace(shared, **more)),
+    ("HShare-1", dataclasses.replace(shared, **half)),
+    ("Double Sparsity", kvjax.DoubleSparsity(budget)),
+    ("Quest", kvjax.Quest(budget, dense_layers=0)),
+    ("H2O", kvjax.settings.example(kvjax.H2O, budget)),
+  ]

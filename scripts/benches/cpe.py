@@ -15,7 +15,7 @@ from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, looped_contender, optional, sparse
 from kvjax.testing.decode_cases import Shape
-from scripts.benches._layer import holding, projected, step_of
+from scripts.benches._layer import compared, holding, projected, step_of
 
 BLOCK = 16  # s, steps that share
 CACHES = 4  # in turn, as the layers of a model: what one step's lists touch would stay in L2
@@ -52,6 +52,8 @@ def case(name: str, batch: int, tokens: int, quick: bool, alike: float, peers: b
     looped("kvjax", cpe, ours, *where, block, functools.partial(outputs, cpe, ours, *where)),
     looped("dense decode", full, ours, *where, block),
   ]
+  others = [] if quick and alike else compared(cis, cpe, tokens // 8)
+  contenders += [looped(told, method, ours, *where, block) for told, method in others]
   if peers:
     flash = (batch, heads, 1, head_dim), (batch, heads, tokens, head_dim)
     contenders += optional("torch flash", lambda: suites.torch_attention("torch flash", *flash))
@@ -151,7 +153,8 @@ def looped(
 
 def filled(method: Any, spec: kvjax.CacheSpec, tokens: int, alike: float, seed: int = 0) -> Any:
   """A cache of random tokens whose neighbouring keys are as alike as that."""
-  cache = holding(method, spec, jnp.int32(tokens))
+  size = jax.eval_shape(functools.partial(kvjax.Cache.empty, method, spec, 0)).size
+  cache = holding(method, spec, jnp.int32(min(tokens, size)))
   new = jax.random.normal(jax.random.key(seed + 1), cache.slots["k"].shape)
   return cache.put(slots={"k": smoothed(new, alike).astype(spec.dtype)})
 

@@ -18,7 +18,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import trace
 from kvjax.programs.suites import Case, Contender, check_fits, suite, together
 from kvjax.programs.suites.e2e import drawn, seconds_of, step_logits, stepping, weights
-from scripts.benches._layer import holding
+from scripts.benches._layer import compared, holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
 TOKENS = 128 << 10
@@ -41,7 +41,7 @@ def methods(tokens: int) -> dict[str, kvjax.Method]:
 
 @suite
 def cases(quick: bool, peers: bool) -> Iterator[tuple]:
-  """Every method at batches of 1 and 4, then PRR over Quest at every length."""
+  """Every method at batches of 1 and 4, PRR over Quest at every length, then PrHS's Tab. V."""
   name, tokens = ("tiny", 128) if quick else ("Llama-3.1-8B", TOKENS)
   for batch in (2,) if quick else (1, 4):
     for label, method in methods(tokens).items():
@@ -49,6 +49,18 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
       yield title, beside_full, name, method, batch, tokens, quick
   for length in (tokens,) if quick else PREDICTED:
     yield f"PRR {name} B1 T{length >> 10}K", predicted, name, length, quick
+  name, batches = ("tiny", (2,)) if quick else ("Llama-2-7B", (8, 16))
+  for batch in batches:
+    for length in (tokens,) if quick else (1 << 10, 2 << 10, 4 << 10):
+      title = f"Tab. V {name} B{batch} T{length >> 10}K"
+      yield title, case, name, shared(length // 8), batch, length, quick
+
+
+def shared(budget: int) -> dict[str, kvjax.Method]:
+  """CPE, the full cache and the other columns of Tab. V; CIS and CPE share always (τ = −1)."""
+  cis = dataclasses.replace(kvjax.settings.example(kvjax.CIS, budget), tau=-1.0)
+  cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, tau=-1.0)
+  return {"kvjax": cpe, "Full": kvjax.Full()} | dict(compared(cis, cpe, budget))
 
 
 def case(

@@ -102,16 +102,22 @@ def step_case(name: str, spec: kvjax.CacheSpec, impl: str) -> Case:
 
 
 def answer_case(name: str, answer: Answer) -> Case:
-  """Tokens a second over a whole answer, each method at the batch that fills the memory.
+  """Tokens a second over a whole answer, each method at the batch that fills the memory (Fig. 4).
 
   Steps are timed at a few lengths and summed over the answer by the trapezoidal rule. Full's cache
-  has room for everything from the start, and its step reads what is there.
+  has room for everything from the start, and its step reads what is there. R-KV's steps are those
+  between two of its rankings.
   """
   model = weights(answer.model)
   total = answer.prompt + answer.tokens
+  filling = answer.prompt, answer.budget
   marks = {
-    "LongFlow": (kvjax.LongFlow(answer.budget, window_size=4), (answer.prompt, answer.budget)),
+    "LongFlow": (kvjax.LongFlow(answer.budget, window_size=4), filling),
     "Full": (kvjax.Full(), tuple(np.linspace(answer.prompt, total - STEPS, 4).astype(int))),
+  }
+  others = {"H2O": kvjax.H2O, "VATP": kvjax.VATP, "R-KV": kvjax.RKV}
+  marks |= {
+    name: (kvjax.settings.example(cls, answer.budget), filling) for name, cls in others.items()
   }
   subject = f"LongFlow at {answer.budget}"
   logits = functools.partial(_answer_logits, model, marks["LongFlow"][0], answer)

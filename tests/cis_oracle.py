@@ -1,14 +1,17 @@
-"""CIS's decisions and sets in NumPy float64, and a layer that is followed step by step."""
+"""CIS's decisions and sets in NumPy float64, and layers that are followed step by step."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import Carry, Env
+from kvjax import Cache, Carry, Env, Rope
 from kvjax.families import sight
 from kvjax.methods.cis.kernel import Selected
 from kvjax.testing.layer import Layer, Stream, capped
+from tests.kernels.listed import tokens_of
 from tests.oracles import attend, keys, queries, softmax
+
+NOTES = ("queries", "anchor", "retrieved")
 
 
 class Oracle:
@@ -138,3 +141,47 @@ def follow(method, stream, lengths, steps, scale=1.0, over=None, visible=None, l
       exact = attend(stream, b, h, t, sorted(want), cap)
       np.testing.assert_allclose(out[b, h], exact, atol=2e-5 * max(1.0, scale))
   return np.stack(reports)
+
+
+def places(method, cap=None):
+  return {
+    impl: method.at(Env(4, Rope(), impl=impl, soft_cap=cap), 3) for impl in ("pallas", "reference")
+  }
+
+
+def step(at, cache, q, k, v, live):
+  """A decode step: cache, output, list, and what it says."""
+  method, place = at.top, cache.seen[:, None]
+  turned = at.env.rope.rotate(q, place[..., None])
+  entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, live)
+  plan, *_ = method.plan_and_attend(at, entered, turned, sight.visible(at, entered), Carry())
+  out, cache, _, aux = method.decode_step(at, cache, q, k, v, live, Carry())
+  return cache, out, (plan.table, plan.count), (aux["retrieved"], aux["visited"])
+
+
+def beside_the_reference(method, stream, slots, cap=None, idle=False):
+  """26 steps by kernels, each of which the reference takes from the same cache; who retrieved.
+
+  Lists, reports, outputs and notes are alike. `idle`: the second row rests now and then.
+  """
+  at, run = places(method, cap), jax.jit(step, static_argnums=0)
+  cache, place, retrieved = Cache.empty(method, stream.spec(slots), 3), np.zeros(2, int), []
+  for t in range(26):
+    live = np.array([True, not idle or (t >= 7 and t % 5 > 0)])
+    token = [
+      np.stack([x[b][..., place[b], :] for b in range(2)]) for x in (stream.q, stream.k, stream.v)
+    ]
+    want, out, lists, said = run(at["reference"], cache, *token, live)
+    cache, mine, my_lists, mine_said = run(at["pallas"], cache, *token, live)
+    for row in np.flatnonzero(live):
+      assert tokens_of(*my_lists)[row] == tokens_of(*lists)[row]
+      for a, b in zip(mine_said, said, strict=True):
+        np.testing.assert_array_equal(a[row], b[row])
+      np.testing.assert_allclose(mine[row], out[row], atol=1e-5)
+    for held in NOTES:
+      np.testing.assert_allclose(cache.heads[held], want.heads[held], atol=1e-6)
+    for held in ("step", "seen", "used"):
+      np.testing.assert_array_equal(cache.rows[held], want.rows[held])
+    place += live
+    retrieved.append(np.asarray(said[0])[live].reshape(-1))
+  return np.concatenate(retrieved)

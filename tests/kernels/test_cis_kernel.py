@@ -10,15 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CIS, PSAW, Cache, Carry, Env, Rope
-from kvjax.families import sight
+from kvjax import CIS, PSAW
 from kvjax.kernels.cis.anchors import anchors
 from kvjax.kernels.cis.note import note
 from kvjax.kernels.selection import top_k
 from kvjax.kernels.selection.key_weights import key_logits
 from kvjax.methods.cis.dilation import dilated
-from tests.cis_oracle import wandering
-from tests.kernels.listed import tokens_of
+from tests.cis_oracle import beside_the_reference, wandering
 
 
 @pytest.mark.rest(5)
@@ -46,34 +44,8 @@ def test_same_plans_as_the_reference(method, groups, longest, monkeypatch):
   """
   monkeypatch.setattr(top_k, "LANES", longest)
   assert top_k.cut_rows(4, 32, 6) == (longest == 16)
-  stream = wandering(3, tokens=26, groups=groups)
-  spec = stream.spec(32)
-  env = {impl: method.at(Env(4, Rope(), impl=impl), 3) for impl in ("pallas", "reference")}
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def step(impl, cache, q, k, v):
-    at, place = env[impl], cache.seen[:, None]
-    turned = at.env.rope.rotate(q, place[..., None])
-    entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, jnp.ones(2, bool))
-    plan, _ = method.plan(at, entered, turned, sight.visible(at, entered), Carry())
-    out, cache, _, aux = method.decode_step(at, cache, q, k, v, jnp.ones(2, bool), Carry())
-    notes = [cache.heads[name] for name in ("queries", "anchor", "retrieved")]
-    notes += [cache.rows["step"]]
-    return cache, out, notes, (plan.table, plan.count), aux["retrieved"], aux["visited"]
-
-  cache, shared = Cache.empty(method, spec, 3), 0
-  for t in range(26):
-    token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
-    _, want, noted, table, *listed = step("reference", cache, *token)
-    cache, out, notes, lists, *found = step("pallas", cache, *token)
-    assert tokens_of(*lists) == tokens_of(*table)
-    for a, b in zip(notes, noted, strict=True):
-      np.testing.assert_allclose(a, b, atol=1e-6)
-    for a, b in zip(found, listed, strict=True):
-      np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(out, want, atol=1e-5)
-    shared += (~np.asarray(listed[0])).sum()
-  assert shared > 20
+  retrieved = beside_the_reference(method, wandering(3, tokens=26, groups=groups), 32)
+  assert (~retrieved).sum() > 20
 
 
 @pytest.mark.core(1)

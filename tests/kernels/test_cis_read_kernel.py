@@ -11,38 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Carry, Env, Rope, Wrapper
-from kvjax.families import sight
+from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Wrapper
 from kvjax.kernels.cis.read import LANES, read
 from kvjax.kernels.common import devices
-from tests.cis_oracle import wandering
-from tests.kernels.listed import tokens_of
+from tests.cis_oracle import NOTES, beside_the_reference, places, step, wandering
 from tests.steps import operations
-
-NOTES = ("queries", "anchor", "retrieved")
 
 
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch):
   """Of two multiprocessors: three rows are as many as run at once."""
   monkeypatch.setattr(devices, "_default", lambda: devices.Device("small", 2, 99 << 10))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def step(at, cache, q, k, v, live):
-  """A decode step: cache, output, list, and what it says."""
-  method, place = at.top, cache.seen[:, None]
-  turned = at.env.rope.rotate(q, place[..., None])
-  entered = method.insert(at, cache, at.env.rope.rotate(k, place), v, live)
-  plan, *_ = method.plan_and_attend(at, entered, turned, sight.visible(at, entered), Carry())
-  out, cache, _, aux = method.decode_step(at, cache, q, k, v, live, Carry())
-  return cache, out, (plan.table, plan.count), (aux["retrieved"], aux["visited"])
-
-
-def places(method, cap=None):
-  return {
-    impl: method.at(Env(4, Rope(), impl=impl, soft_cap=cap), 3) for impl in ("pallas", "reference")
-  }
 
 
 CASES = {
@@ -60,27 +39,9 @@ CASES = {
 def test_same_steps_as_the_reference(name):
   """Both from the same cache at every step; the kernel's goes on. One row is idle now and then."""
   method, cap = CASES[name]
-  at, stream = places(method, cap), wandering(3, tokens=26, kv_heads=3, groups=1)
-  cache, place, shared, found = Cache.empty(method, stream.spec(29), 3), np.zeros(2, int), 0, 0
-  for t in range(26):
-    live = np.array([True, t >= 7 and t % 5 > 0])
-    token = [
-      np.stack([x[b][..., place[b], :] for b in range(2)]) for x in (stream.q, stream.k, stream.v)
-    ]
-    want, out, lists, said = step(at["reference"], cache, *token, live)
-    cache, mine, my_lists, mine_said = step(at["pallas"], cache, *token, live)
-    for row in np.flatnonzero(live):
-      assert tokens_of(*my_lists)[row] == tokens_of(*lists)[row]
-      for a, b in zip(mine_said, said, strict=True):
-        np.testing.assert_array_equal(a[row], b[row])
-      np.testing.assert_allclose(mine[row], out[row], atol=1e-5)
-    for held in NOTES:
-      np.testing.assert_allclose(cache.heads[held], want.heads[held], atol=1e-6)
-    for held in ("step", "seen", "used"):
-      np.testing.assert_array_equal(cache.rows[held], want.rows[held])
-    place += live
-    found, shared = found + said[0][live].sum(), shared + (~said[0][live]).sum()
-  assert found > 20 and shared > 20
+  stream = wandering(3, tokens=26, kv_heads=3, groups=1)
+  retrieved = beside_the_reference(method, stream, 29, cap, idle=True)
+  assert retrieved.sum() > 20 and (~retrieved).sum() > 20
 
 
 def operands(slots=40, batch=1, heads=3, head_dim=16, block=4, width=15):
@@ -150,13 +111,13 @@ def test_rows_that_share_look_at_no_other_key():
 def test_nan_leaves_the_notes_alone():
   """A row whose attention is NaN says so; its block stays as it was, as by the reference."""
   method, stream = CASES["ragged"][0], wandering(3, tokens=6, kv_heads=3, groups=1)
-  at, live = places(method), np.ones(2, bool)
+  at, live, stepped = places(method), np.ones(2, bool), jax.jit(step, static_argnums=0)
   cache = Cache.empty(method, stream.spec(29), 3)
   for t in range(5):
     token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
-    cache = step(at["pallas"], cache, *token, live)[0]
+    cache = stepped(at["pallas"], cache, *token, live)[0]
   token[0][1, 2] = np.nan
-  after, out, *_ = step(at["pallas"], cache, *token, live)
+  after, out, *_ = stepped(at["pallas"], cache, *token, live)
   assert np.isnan(out[1, 2]).all() and np.isfinite(out[0]).all()
   for name in NOTES:
     np.testing.assert_array_equal(after.heads[name][1], cache.heads[name][1])
@@ -169,34 +130,11 @@ def with_own(move):
   return type("Own", (Wrapper,), {move: form})
 
 
-Planning = with_own("plan")
-
-
-class Doubled(CIS):
+class Attending(CIS):
   """Attention of its own."""
 
   def attend(self, at, cache, plan, q):
-    attended = super().attend(at, cache, plan, q)
-    state = dataclasses.replace(attended.state, o=2 * attended.state.o)
-    return dataclasses.replace(attended, state=state, out=None)
-
-
-@pytest.mark.slow  # that the launch gives way is below
-@pytest.mark.parametrize("over", [lambda method: method, Planning])
-def test_attention_of_ones_own_beneath_the_launch(over):
-  """It is asked for, under a plan of one's own too: the lists are those of before."""
-  how, stream = {"k": 6, "sinks": 2, "local": 3}, wandering(3, tokens=8, kv_heads=3, groups=1)
-  at, own = (places(method)["pallas"] for method in (CIS(**how), over(Doubled(**how))))
-  usual, cache = (Cache.empty(CIS(**how), stream.spec(29), 3) for _ in range(2))
-  for t in range(8):
-    token = [x[..., t, :] for x in (stream.q, stream.k, stream.v)]
-    usual, out, lists, said = step(at, usual, *token, np.ones(2, bool))
-    cache, mine, *my_lists = step(own, cache, *token, np.ones(2, bool))
-    np.testing.assert_allclose(mine, 2 * out, atol=1e-5)
-    np.testing.assert_array_equal(my_lists[1][0], said[0])
-    assert tokens_of(*my_lists[0]) == tokens_of(*lists)
-    for held in NOTES:
-      np.testing.assert_allclose(cache.heads[held], usual.heads[held], atol=1e-6)
+    return super().attend(at, cache, plan, q)
 
 
 ROWS = CacheSpec(1, 64, 3, 1, 16, 8)
@@ -213,6 +151,7 @@ ROWS = CacheSpec(1, 64, 3, 1, 16, 8)
     (CIS(k=6), {"groups": 3}, None),
     (CIS(k=6), {"capacity": LANES + 1}, None),
     *((with_own(move)(CIS(k=6)), {}, None) for move in ("attend", "plan", "span")),
+    *((over(Attending(k=6)), {}, None) for over in (lambda method: method, with_own("plan"))),
     (ART(CIS(k=6)), {}, None),
   ],
 )

@@ -337,10 +337,3 @@ def test_what_the_kernel_does_not_do_is_inserted_as_it_is_written(method):
   at = method.at(Env(spec.layers, Rope(), impl="pallas"), 7)
   made = jax.make_jaxpr(functools.partial(entrance.enter_token, at))(*arguments)
   assert "pallas_call" not in str(made)
-
-
-@pytest.mark.slow
-def test_an_insert_of_ones_own_is_heard():
-  (_, cache), (_, plain) = (taken(x, "pallas") for x in (Doubled(), Quantised()))
-  np.testing.assert_allclose(cache.slots["v_scale"][0, :, 23], 2 * plain.slots["v_scale"][0, :, 23])
-  np.testing.assert_array_equal(cache.slots["k"], plain.slots["k"])

@@ -52,12 +52,22 @@ def rings_and_victims(seen, slots):
 LENGTHS = (22, 9)
 
 
-def taken(method, stream, impl, layer, steps=5):
+def taken(method, stream, impl, layer, steps=5, lengths=LENGTHS):
   """Outputs, reports and the cache after some steps of ragged rows."""
   run = Layer(method, stream, env=Env(4, impl=impl, tile=4), layer=layer)
-  run.prefill(LENGTHS)
-  made = [run.decode([n + step for n in LENGTHS]) for step in range(steps)]
+  run.prefill(lengths)
+  made = [run.decode([n + step for n in lengths]) for step in range(steps)]
   return [out for out, _ in made], [aux for _, aux in made], run.cache
+
+
+def alike(method, stream, layer, *names, atol=2e-5, **how):
+  """What is `taken` by kernels and by the reference: outputs are alike, and so are some reports."""
+  kernels, plain = (taken(method, stream, impl, layer, **how) for impl in ("pallas", "reference"))
+  for out, by, want, of in zip(*kernels[:2], *plain[:2], strict=True):
+    np.testing.assert_allclose(out, want, atol=atol)
+    for name in names:
+      np.testing.assert_array_equal(by[name], of[name], err_msg=name)
+  return kernels, plain
 
 
 def tokens_of(table, count):

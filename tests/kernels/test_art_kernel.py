@@ -20,7 +20,7 @@ from kvjax.testing.layer import Layer, Stream
 from tests.cover import pairwise
 from tests.kernels.art_oracle import LOOSE, coded, compare, cut_into, inputs, listed_orders
 from tests.kernels.decode_oracle import same_bits
-from tests.kernels.listed import plan
+from tests.kernels.listed import alike, plan
 
 UNITS, WALKS = (1, 3, 16, 256), ((1, 0), (3, 0), (1, 3))  # the latter: splits, share
 HEADS = {"per_head": True, "full": True, "kept": 4, "patience": 2}
@@ -209,20 +209,10 @@ BASES = [
 def test_a_layer_equals_the_reference(base, kwargs):
   """Same outputs, same steps, same keys read, at every token, ragged rows, three heads a group."""
   method = ART(base, **{"tau": 1.2, "phi": 0.8, "patience": 1, "tile": 4, **kwargs})
-  stream, lengths = Stream.random(9, tokens=60, head_dim=48), [37, 22]
-  layers = [
-    Layer(method, stream, env=Env(4, Rope(), impl=impl, tile=4)) for impl in ("reference", "pallas")
-  ]
-  stopped = 0
-  for layer in layers:
-    layer.prefill(lengths)
-  for i in range(4):
-    (want, aux), (out, other) = (layer.decode([n + i for n in lengths]) for layer in layers)
-    np.testing.assert_array_equal(other["tiles"], aux["tiles"])
-    np.testing.assert_array_equal(other["visited"], aux["visited"])
-    np.testing.assert_allclose(out, want, atol=2e-5)
-    stopped += int((aux["tiles"] < aux["tiles"].max((1, 2), keepdims=True)).sum())
-  assert stopped > 0
+  stream = Stream.random(9, tokens=60, head_dim=48)
+  (_, told, _), _ = alike(method, stream, 1, "tiles", "visited", steps=4, lengths=[37, 22])
+  tiles = np.stack([x["tiles"] for x in told])
+  assert (tiles < tiles.max((2, 3), keepdims=True)).any()
 
 
 @pytest.mark.core(1)

@@ -38,6 +38,7 @@ from kvjax.families import entrance, sight
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.ops import prefill, table
 from kvjax.testing.layer import Layer, Stream, softmax_average
+from tests.kernels.listed import alike, taken
 from tests.meshes import mesh_of
 from tests.steps import env, implementation
 
@@ -155,22 +156,10 @@ NARROWED = {
 @pytest.mark.parametrize("name", NARROWED)
 def test_nothing_outside_of_the_span_is_attended_to(name):
   """A method's own span means the same to kernels and to the reference."""
-  outputs, others = [], []
-  for impl in ("pallas", "reference"):
-    layer, whole = (
-      Layer(method, Stream.random(1), env=env(impl), layer=3)
-      for method in (Narrowed(NARROWED[name]), NARROWED[name])
-    )
-    for run in (layer, whole):
-      run.prefill([30, 17])
-    for i in range(3):
-      (out, aux), (other, _) = (run.decode([30 + i, 17 + i]) for run in (layer, whole))
-      outputs.append((out, aux["visited"]))
-      others.append(other)
-  for (out, visited), (want, count), other in zip(outputs[:3], outputs[3:], others, strict=False):
-    np.testing.assert_allclose(out, want, atol=1e-5)
-    np.testing.assert_array_equal(visited, count)
-    assert np.abs(out - other).max() > 0.1
+  base, stream, how = NARROWED[name], Stream.random(1), {"steps": 3, "lengths": [30, 17]}
+  (outs, *_), _ = alike(Narrowed(base), stream, 3, "visited", atol=1e-5, **how)
+  others, *_ = taken(base, stream, "pallas", 3, **how)
+  assert all(np.abs(out - other).max() > 0.1 for out, other in zip(outs, others, strict=True))
 
 
 def test_a_span_of_every_head_over_slots_on_two_devices():

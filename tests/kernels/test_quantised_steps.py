@@ -11,7 +11,7 @@ from kvjax import ART, H2O, METHODS, TOVA, Env, LongFlow, Quantised, Quest, sett
 from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
 from tests.coded import kept, own_rounded
-from tests.kernels.listed import LENGTHS, taken
+from tests.kernels.listed import LENGTHS, alike, taken
 from tests.oracles import held
 
 # Methods whose steps list tiles of what they keep, and leave attention to them as it is.
@@ -37,14 +37,11 @@ def test_what_is_listed_is_attended_to_in_codes(name, bits):
   """The same tiles, the same number of slots, codes to the bit; K = 3 and G = 3."""
   method = Telling(settings.example(METHODS[name], 12), bits=bits)
   stream = Stream.random(11)
-  outs, told, cache = taken(method, stream, "pallas", layer=3)
-  wanted, expected, reference = taken(method, stream, "reference", layer=3)
-  for out, want, by, of in zip(outs, wanted, told, expected, strict=True):
+  made = alike(method, stream, 3, "count", "visited")
+  (_, told, cache), (_, expected, reference) = made
+  for by, of in zip(told, expected, strict=True):
     assert by["by_kernel"].all() and not of["by_kernel"].any()
-    np.testing.assert_array_equal(by["count"], of["count"])
-    np.testing.assert_array_equal(by["visited"], of["visited"])
     np.testing.assert_array_equal(np.sort(by["listed"]), np.sort(of["listed"]))
-    np.testing.assert_allclose(out, want, atol=2e-5)
   for leaf in {"pos", "k", "v", "k_scale", "v_scale", "k_zero", "v_zero"} & {*cache.slots}:
     np.testing.assert_array_equal(cache.slots[leaf], reference.slots[leaf], err_msg=leaf)
   for leaf in {"key_min", "key_max"} & {*cache.heads}:  # made of what is stored, after the launch
@@ -82,9 +79,7 @@ def test_longflow_names_by_what_is_stored(bits, impl):
 def test_statistics_of_logits_over_codes(base, bits):
   """By the kernel's logits as by the reference's, and so the same tokens stay."""
   method, stream = Quantised(base, bits=bits), Stream.random(13)
-  outs, _, cache = taken(method, stream, "pallas", layer=1)
-  wanted, _, reference = taken(method, stream, "reference", layer=1)
-  np.testing.assert_allclose(outs, wanted, atol=2e-5)
+  (_, _, cache), (_, _, reference) = alike(method, stream, 1)
   np.testing.assert_array_equal(cache.pos, reference.pos)
   for name, x in reference.slots.items():
     np.testing.assert_allclose(cache.slots[name], x, atol=1e-5, err_msg=name)

@@ -138,18 +138,13 @@ def test_a_generation(m, lengths):
 
 @pytest.mark.slow
 def test_a_second_turn_decides_anew():
-  """And an idle row keeps its decisions."""
   streams = similar_streams(3, 4, 70)
   m = HShare(12, 1, 3)
   run = Stack(Watched(m), streams, capacity=64)
   run.prefill([20, 16])
   for step in range(5):
     run.decode([20 + step, 16 + step])
-  before = jax.tree.map(np.asarray, run.caches)
   run.prefill([9, 0], start=[25, 21])
-  for old, new in zip(before, run.caches, strict=True):
-    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-      np.testing.assert_array_equal(a[1], b[1])
   oracle = Oracle(streams, 0, m)
   oracle.prompt(34)
   assert [int(cache.rows["from_layer"][0]) for cache in run.caches] == oracle.from_layer

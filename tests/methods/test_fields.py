@@ -1,15 +1,13 @@
 """Bounds that fields declare: what is refused, in which words, and what subclasses inherit."""
 
-import copy
 import dataclasses
 import math
-import pickle
 import re
 
 import numpy as np
 import pytest
 
-from kvjax import Full, LMInfinite, Method, Quest
+from kvjax import LMInfinite, Method, Quest
 from kvjax.core import fields
 
 
@@ -139,8 +137,3 @@ def test_by_position_as_by_name():
 def test_what_is_no_argument_is_not_taken_for_one():
   with pytest.raises(TypeError, match="unexpected keyword argument 'rope'"):
     LMInfinite(rope="none")
-
-
-def test_methods_are_copied_and_pickled():
-  for method in (Quest(64, 8), Declared(few=9), Full()):
-    assert copy.deepcopy(method) == pickle.loads(pickle.dumps(method)) == method

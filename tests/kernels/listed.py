@@ -2,8 +2,13 @@
 
 import numpy as np
 
-from kvjax import Env
+from kvjax import Env, Linear, Rope, Yarn
 from kvjax.testing.layer import Layer
+
+_YARN = Yarn(8.0, 4096)
+# By which a token that enters is turned.
+ROPES = [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(partial=0.5)]
+ROPES += [Rope(1e4, _YARN), Rope(1e4, _YARN, partial=0.5)]
 
 
 def codes(words, bits):

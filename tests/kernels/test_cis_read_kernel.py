@@ -15,6 +15,7 @@ from kvjax import ART, CIS, CPE, PSAW, Cache, CacheSpec, Wrapper
 from kvjax.kernels.cis.read import LANES, read
 from kvjax.kernels.common import devices
 from tests.cis_oracle import NOTES, beside_the_reference, places, step, wandering
+from tests.kernels.decode_oracle import same_bits
 from tests.steps import operations
 
 
@@ -76,8 +77,7 @@ def test_the_heaviest_and_their_attention():
     want = weight @ np.asarray(v, np.float64)[0, head][listed] / weight.sum()
     np.testing.assert_allclose(out[0, head, 0], want, atol=1e-5)
     np.testing.assert_allclose(state.m[0, head, 0], logits[listed].max(), atol=1e-5)
-  for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(run(q, k, v, *rest)), strict=True):
-    np.testing.assert_array_equal(a, b)
+  same_bits(made, run(q, k, v, *rest))
 
 
 @pytest.mark.slow

@@ -13,12 +13,10 @@ from kvjax import (
   VATP,
   Env,
   Full,
-  Linear,
   Quantised,
   Rope,
   SnapKV,
   StreamingLLM,
-  Yarn,
   settings,
 )
 from kvjax.families import entrance
@@ -28,7 +26,7 @@ from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
 from tests.coded import own_codes
 from tests.kernels.decode_oracle import same_bits
-from tests.kernels.listed import codes, rings_and_victims
+from tests.kernels.listed import ROPES, codes, rings_and_victims
 
 SLOTS = 7
 SEEN = np.array([0, 3, 900, 4], np.int32)  # of four rows: empty, half full, full, and idle
@@ -203,16 +201,7 @@ def test_what_is_not_finite_makes_the_scale_nan(bad, dtype, bits):
 
 
 @pytest.mark.core(1)
-@pytest.mark.parametrize(
-  "rope",
-  [
-    Rope(5e5),
-    Rope(scaling=Linear(4.0)),
-    Rope(1e4, Yarn(8.0, 4096)),
-    Rope(partial=0.5),
-    Rope(1e4, Yarn(8.0, 4096), partial=0.5),
-  ],
-)
+@pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_codes_equal_the_references(rope, bits):
   """Keys are rotated and rounded to the model's dtype before they are quantised."""

@@ -123,14 +123,18 @@ def test_a_step_reads_the_window_and_no_more():
 # ---- what is computed
 
 
+def check_neutral(name, family, count):
+  """A method's neutral setting and the full cache say the same of a prompt and of steps."""
+  method, decoder = settings.neutral(CASES[name].method, CAPACITY), model(family)
+  (want, full), (got, caches) = start(kvjax.Full(), family), start(method, family)
+  np.testing.assert_allclose(got, want, atol=CLOSE)
+  check_steps((method, caches, decoder), (kvjax.Full(), full, decoder), count)
+
+
 @of_kinds()  # in the core under gpt-oss, below
 def test_the_neutral_setting_equals_full(name):
   """What methods hand from layer to layer passes by the layers with a window."""
-  method = settings.neutral(CASES[name].method, CAPACITY)
-  want, full = start(kvjax.Full())
-  got, caches = start(method)
-  np.testing.assert_allclose(got, want, atol=CLOSE)
-  check_steps((method, caches), (kvjax.Full(), full))
+  check_neutral(name, GEMMA, 6)
 
 
 @pytest.mark.slow
@@ -138,11 +142,7 @@ def test_the_neutral_setting_equals_full(name):
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_sinks_under_every_kind_of_method(name):
   """gpt-oss under the neutral setting: each driver tells the softmax's denominator."""
-  method, decoder = settings.neutral(CASES[name].method, CAPACITY), model("gpt-oss")
-  want, full = start(kvjax.Full(), "gpt-oss")
-  got, caches = start(method, "gpt-oss")
-  np.testing.assert_allclose(got, want, atol=CLOSE)
-  check_steps((method, caches, decoder), (kvjax.Full(), full, decoder), 3)
+  check_neutral(name, "gpt-oss", 3)
 
 
 @pytest.mark.slow

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Carry, Env, HShare, Rope
+from kvjax import HShare
 from kvjax.kernels.selection.hshare import listed
-from tests.selection import Watched
-from tests.streams import Stack, columns, similar_streams
+from tests.streams import Stack, similar_streams
 
 
 @pytest.mark.rest(1)
@@ -28,33 +27,21 @@ from tests.streams import Stack, columns, similar_streams
 )
 def test_same_sets_as_the_reference(method, lengths):
   """Both implementations through four layers from the same caches; the kernels' caches go on."""
-  streams = similar_streams(1, 4, 60)
-  run = Stack(Watched(method), streams, capacity=64)
-  run.prefill(lengths)
-  caches, live = run.caches, jnp.ones(2, bool)
-
-  @functools.partial(jax.jit, static_argnums=0)
-  def step(impl, caches, new):
-    env, carry, found = Env(4, Rope(), impl=impl), Carry(), []
-    for layer, (cache, token) in enumerate(zip(caches, new, strict=True)):
-      at = method.at(env, layer)
-      out, cache, carry, aux = method.decode_step(at, cache, *token, live, carry)
-      heavy = jnp.sort(cache.heads["heavy"], -1) if "heavy" in cache.heads else out
-      found.append((cache, out, (heavy, aux["retrieved"], aux["visited"])))
-    caches, outs, sets = zip(*found, strict=True)
-    return caches, outs, sets
-
-  retrieved = []
+  streams, impls, retrieved = similar_streams(1, 4, 60), ("reference", "pallas"), []
+  plain, kernels = (Stack(method, streams, capacity=64, impl=impl) for impl in impls)
+  plain.prefill(lengths)
+  kernels.caches = plain.caches
   for i in range(9):
-    new = [columns(stream, [n + i for n in lengths]) for stream in streams]
-    _, want, sets = step("reference", caches, new)
-    caches, out, found = step("pallas", caches, new)
-    for layer in range(4):
-      np.testing.assert_allclose(out[layer], want[layer], atol=1e-5)
-      for a, b in zip(found[layer], sets[layer], strict=True):
-        if a.dtype != jnp.float32:
-          np.testing.assert_array_equal(a, b)
-    retrieved.append([np.asarray(x[1]).mean() for x in found])
+    plain.caches, at = kernels.caches, [n + i for n in lengths]
+    both = zip(kernels.decode(at), plain.decode(at), kernels.caches, plain.caches, strict=True)
+    for (out, aux), (want, expected), mine, other in both:
+      np.testing.assert_allclose(out, want, atol=1e-5)
+      for name in ("retrieved", "visited"):
+        np.testing.assert_array_equal(aux[name], expected[name])
+      if "heavy" in other.heads:
+        heavy = (np.sort(cache.heads["heavy"], -1) for cache in (mine, other))
+        np.testing.assert_array_equal(*heavy)
+      retrieved.append(aux["retrieved"].mean())
   assert 0 < np.mean(retrieved) < 0.9
 
 

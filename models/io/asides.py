@@ -47,7 +47,8 @@ def aside(dest: str | os.PathLike[str], *, replace: bool = False) -> Iterator[pa
     path = work / dest.name
     yield path
     if path.is_file():
-      _sync(path)
+      with path.open("rb") as file:
+        os.fsync(file.fileno())
     if replace:
       path.replace(dest)
     else:
@@ -80,11 +81,6 @@ def _rename(path: pathlib.Path, dest: pathlib.Path) -> None:
     if not path.is_file():
       raise
     path.rename(dest)  # a file system without links
-
-
-def _sync(path: pathlib.Path) -> None:
-  with path.open("rb") as file:
-    os.fsync(file.fileno())
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from kvjax.models.io.token_backends import check_unicode
 
@@ -171,10 +172,6 @@ def _raise_exception(reason: str) -> None:
   raise TemplateError(reason)
 
 
-def _strftime_now(form: str) -> str:
-  return datetime.datetime.now().strftime(form)
-
-
 # ---- limits
 
 
@@ -273,7 +270,8 @@ class _Environment(ImmutableSandboxedEnvironment):
       extensions=[_Generation, "jinja2.ext.loopcontrols"],
       finalize=_sized,
     )
-    self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    self.globals["raise_exception"] = _raise_exception
+    self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     del self.globals["lipsum"]
     self.filters["tojson"] = _tojson
     self.filters = {name: _limited(name, f) for name, f in self.filters.items()}
@@ -281,10 +279,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
   def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
     """Jinja's tree, with every loop counted and every `~` measured."""
-    tree = super()._parse(source, name, filename)
-    for loop in list(tree.find_all(nodes.For)):
-      loop.iter = _filtered(loop.iter, "_counted")
-    return _measured(tree)
+    return _Measured().visit(super()._parse(source, name, filename))
 
   def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
     _look_at_the_clock()
@@ -322,14 +317,14 @@ def _filtered(node: Any, name: str) -> nodes.Filter:
   return made
 
 
-def _measured(node: Any) -> Any:
-  """The tree with a measure on every concatenation and on what goes into it."""
-  for field, value in node.iter_fields():
-    if isinstance(value, nodes.Node):
-      setattr(node, field, _measured(value))
-    elif isinstance(value, list):
-      setattr(node, field, [_measured(x) if isinstance(x, nodes.Node) else x for x in value])
-  if not isinstance(node, nodes.Concat):
-    return node
-  node.nodes = [_filtered(x, "_sized") for x in node.nodes]
-  return _filtered(node, "_sized")
+class _Measured(NodeTransformer):
+  """Counts the items of every loop, and measures every `~` and what goes into it."""
+
+  def visit_For(self, node: nodes.For) -> nodes.Node:
+    node.iter = _filtered(node.iter, "_counted")
+    return self.generic_visit(node)
+
+  def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+    self.generic_visit(node)
+    node.nodes = [_filtered(x, "_sized") for x in node.nodes]
+    return _filtered(node, "_sized")

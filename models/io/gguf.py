@@ -277,13 +277,14 @@ class GGUF(Source):
     prefix = f"{self.metadata['general.architecture']}.rope."
     kind = self._entry("rope.scaling.type", "linear")
     own_theta = "rope_local_base_freq" in self.family.defaults
+    scaled = kind == "yarn" or _LONG_ROPE["long"] in self._tensors  # rotated queries and keys
     plain: dict[str, tuple[Any, ...]] = {
       "scaling.yarn_log_multiplier": (0,),
       "scaling.yarn_ext_factor": (-1, 1) if kind == "yarn" else (-1, 0),
       "scaling.yarn_attn_factor": (1,),
       "dimension_count_swa": (self._entry("rope.dimension_count", 0),),
       **({} if own_theta else {"freq_base_swa": (theta,)}),
-      **({} if self._turns_by_factor(kind) else {"scaling.attn_factor": (1,)}),
+      **({} if scaled else {"scaling.attn_factor": (1,)}),
     }
     for key in sorted(key for key in self.metadata if key.startswith(prefix)):
       name, found = key.removeprefix(prefix), self.metadata[key]
@@ -291,10 +292,6 @@ class GGUF(Source):
         self.refuse(f"rope.{name}", found, f"{' or '.join(map(str, plain[name]))}, or no entry")
       if name not in plain and name not in _ROPE_ENTRIES:
         self.refuse(f"rope.{name}", found, "no such entry")
-
-  def _turns_by_factor(self, kind: str) -> bool:
-    """True if rotated queries and keys are scaled, by YaRN or by LongRoPE."""
-    return kind == "yarn" or _LONG_ROPE["long"] in self._tensors
 
   def _yarn(self, theta: float, factor: float) -> Yarn:
     original = self._entry("rope.scaling.original_context_length", self._entry("context_length"))

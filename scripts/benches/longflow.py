@@ -18,15 +18,7 @@ from kvjax.kernels.decode.dense import decode_attention
 from kvjax.models.decode.generate import split
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import suites
-from kvjax.programs.suites import Case, Contender, looped_contender, optional
-from kvjax.programs.suites.e2e import (
-  hugging_face,
-  seconds_of,
-  shape,
-  step_logits,
-  stepping,
-  weights,
-)
+from kvjax.programs.suites import Case, Contender, e2e, looped_contender, optional
 from scripts.benches._layer import holding, projected, step_of
 
 STEPS = 8  # decode steps per dispatch
@@ -108,7 +100,7 @@ def answer_case(name: str, answer: Answer) -> Case:
   has room for everything from the start, and its step reads what is there. R-KV's steps are those
   between two of its rankings.
   """
-  model = weights(answer.model)
+  model = e2e.weights(answer.model)
   total = answer.prompt + answer.tokens
   filling = answer.prompt, answer.budget
   marks = {
@@ -159,12 +151,6 @@ def answer_case(name: str, answer: Answer) -> Case:
   )
 
 
-def _caches(model: Transformer, method: kvjax.Method, batch: int, capacity: int) -> Any:
-  """Abstract caches, as `holding` makes them."""
-  spec = model.spec(batch, capacity)
-  return jax.eval_shape(lambda: tuple(holding(method, spec, 1) for _ in range(spec.layers)))
-
-
 def _row_bytes(model: Transformer, method: kvjax.Method, capacity: int) -> int:
   """Bytes of one row of the caches."""
   return kvjax.plan_memory(model.spec(1, capacity), method).device
@@ -186,16 +172,18 @@ def _answer_seconds(
   graph, leaves = split(model)
   token, spec = jnp.zeros(batch, jnp.int32), model.spec(batch, capacity)
 
+  def held(length: int) -> Any:
+    return tuple(holding(method, spec, length) for _ in range(spec.layers))
+
   @functools.cache
   def program() -> Any:
-    shapes = _caches(model, method, batch, capacity)
-    run = jax.jit(stepping(graph, method, "auto", STEPS), donate_argnums=1)
+    shapes = jax.eval_shape(lambda: held(1))
+    run = jax.jit(e2e.stepping(graph, method, "auto", STEPS), donate_argnums=1)
     return run.lower(leaves, shapes, token).compile()
 
   def seconds(length: int) -> float:
     compiled = program()
-    caches = tuple(holding(method, spec, length) for _ in range(spec.layers))
-    return seconds_of(compiled, leaves, caches, token, STEPS)
+    return e2e.seconds_of(compiled, leaves, held(length), token, STEPS)
 
   return seconds
 
@@ -206,7 +194,7 @@ def _answer_logits(
   """Logits of one step of two rows whose budget is full."""
   spec = model.spec(2, answer.prompt + answer.tokens)
   caches = tuple(holding(method, spec, answer.budget) for _ in range(spec.layers))
-  return step_logits(model, method, impl, caches)
+  return e2e.step_logits(model, method, impl, caches)
 
 
 def peer_case(name: str, answer: Answer) -> Case:
@@ -214,7 +202,7 @@ def peer_case(name: str, answer: Answer) -> Case:
 
   At the batch that fills the memory once the answer is whole, as the full cache of ours.
   """
-  config, dtype = shape(answer.model)
+  config, dtype = e2e.shape(answer.model)
   total = answer.prompt + answer.tokens
   batch = _peer_batch(config, jnp.dtype(dtype).itemsize, total)
   lengths = [int(n) for n in np.linspace(answer.prompt, total, 3)]
@@ -265,8 +253,8 @@ def _hugging_face_model(config: Any) -> Any:
   import transformers
 
   with torch.device("cuda"):
-    made = transformers.AutoModelForCausalLM.from_config(hugging_face(config), dtype=torch.bfloat16)
-  return made.eval()
+    shape = e2e.hugging_face(config)
+    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
 
 
 def _empty_torch() -> None:

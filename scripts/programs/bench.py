@@ -20,9 +20,7 @@ ratio of the medians with the bootstrap's 95 % interval over all repetitions, th
 slower and what faster, where the interval excludes 1 and the median moved by more than 1 %.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import importlib
 import json
 import math
@@ -33,7 +31,6 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
@@ -51,6 +48,7 @@ import numpy as np
 import tyro
 
 from kvjax.kernels.common.devices import slug
+from kvjax.models.io.asides import alone
 from kvjax.programs import bench_files, common, compare, installed
 from kvjax.programs.suites import Case, exhausted, in_turn, too_large
 
@@ -302,7 +300,7 @@ def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[
   path = results_of(folder, name, facts)
   path.parent.mkdir(parents=True, exist_ok=True)
   new = {report["case"]: report for report in reports}
-  with _locked(path.parent):
+  with alone(path.parent):
     held = earlier(path, facts)
     cases = [new.pop(report["case"], report) for report in held.pop("cases", [])]
     cases += new.values()
@@ -313,17 +311,6 @@ def write(folder: pathlib.Path, name: str, facts: dict[str, str], reports: list[
       (path.with_suffix(".txt"), "\n\n".join([_head(facts), *map(table, cases)])),
     ):
       common.write(whole, text)
-
-
-@contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Other processes that write there wait."""
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    yield
-  finally:
-    os.close(descriptor)
 
 
 def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:

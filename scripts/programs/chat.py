@@ -253,12 +253,8 @@ def obey(talk: Conversation, line: str) -> str:
     talk.switch(words[0], int(budget))
     return f"{talk.method}"
   if command == "/help" and not words:
-    return _commands()
+    return "\n".join(line.strip() for line in (__doc__ or "").splitlines() if "    /" in line)
   raise ValueError(f"{line!r}: no such command; /help lists them")
-
-
-def _commands() -> str:
-  return "\n".join(line.strip() for line in (__doc__ or "").splitlines() if "    /" in line)
 
 
 def lines() -> Iterator[str]:

@@ -66,10 +66,6 @@ _EXAMPLES = """examples:
 """
 
 
-def _first_up(text: str) -> str:
-  return text[:1].upper() + text[1:]
-
-
 def _listing() -> str:
   lines = []
   for heading, group in COMMANDS.items():
@@ -78,9 +74,10 @@ def _listing() -> str:
       lines += [f"{heading}:", *(f"  {name:18} {summary(m)}" for name, m in here.items()), ""]
   if in_checkout():
     lines += ["for developers of kvjax (python -m scripts.NAME):"]
-    said = {name: summary(f"scripts.{name}") for name in DEVELOPERS}
-    lines += [f"  {n:25} {_first_up(x.removeprefix(_DEVELOPERS))}" for n, x in said.items()]
-    lines += [""]
+    for name in DEVELOPERS:
+      said = summary(f"scripts.{name}").removeprefix(_DEVELOPERS)
+      lines.append(f"  {name:25} {said[:1].upper()}{said[1:]}")
+    lines.append("")
   return "\n".join([*lines, _EXAMPLES, "`kvjax COMMAND --help` explains a command."])
 
 

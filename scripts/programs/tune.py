@@ -106,7 +106,8 @@ def facts(repetitions: int) -> dict[str, Any]:
     "shared": here.shared,
     "read": _read(repetitions),
     "link": _link(first, repetitions),
-    "memory": _memory(first, here),
+    # As its name or driver says, else as much as JAX may take.
+    "memory": max(here.memory, float((first.memory_stats() or {}).get("bytes_limit", 0))),
   }
 
 
@@ -126,12 +127,6 @@ def _link(first: jax.Device, repetitions: int) -> float:
   x = jax.block_until_ready(jax.device_put(jnp.ones(1 << 28, jnp.float32), held))
   seconds = [suites.clocked(jax.device_put, x, to)[0] for _ in range(1 + repetitions)]
   return _rounded(x.nbytes / min(seconds[1:]))
-
-
-def _memory(first: jax.Device, here: devices.Device) -> float:
-  """Bytes of its memory as its name or driver says, else as much as JAX may take."""
-  limit = (first.memory_stats() or {}).get("bytes_limit", 0)
-  return max(here.memory, float(limit))
 
 
 def _rounded(rate: float) -> float:

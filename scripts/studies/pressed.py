@@ -81,11 +81,6 @@ def versions() -> dict[str, str]:
     ) from None
 
 
-def _is_set(config: Any, field: dataclasses.Field) -> bool:
-  """True if a flag of a model's config is not its default."""
-  return field.default is not dataclasses.MISSING and getattr(config, field.name) != field.default
-
-
 class Pressed:
   """The checkpoint as transformers' model, float32 on a CPU, its weights shared where they can be.
 
@@ -99,7 +94,9 @@ class Pressed:
     self.transformers = import_module("transformers")
     c = model.config
     sizes = ("norm_eps", "tie_embeddings", "max_context", "qkv_bias")
-    others = [f.name for f in dataclasses.fields(c) if f.name not in sizes and _is_set(c, f)]
+    flags = {f.name: f.default for f in dataclasses.fields(c) if f.name not in sizes}
+    needed = dataclasses.MISSING  # by any model: no flag
+    others = [name for name, usual in flags.items() if usual not in (needed, getattr(c, name))]
     if others or c.rope != Rope(c.rope.theta):
       found = ", ".join(others or ["rope"])
       raise NotImplementedError(f"model: found {found}, expected a plain Llama or Qwen 2")

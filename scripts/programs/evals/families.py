@@ -67,14 +67,10 @@ YARDSTICKS = ("topk_oracle", "random")
 
 
 @functools.lru_cache(1024)
-def _named(label: str) -> kvjax.Method:
-  return labels.instance(label, 1024, "--methods")
-
-
 def of(label: str) -> Family:
   """Family of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
-    method = _named(label)
+    method = labels.instance(label, 1024, "--methods")
   except (ImportError, TypeError, ValueError):
     return OTHERS
   if isinstance(method, kvjax.Full):

@@ -123,7 +123,8 @@ def groups(
   alone: list[list[Entry]] = []
   room = 0.0
   for entry in chosen:
-    if not _shares(entry.method):
+    dense = kvjax.families.forms.dense_prefill(entry.method)
+    if not dense or entry.method.traits.repeats:
       alone.append([entry])
       continue
     try:
@@ -137,8 +138,3 @@ def groups(
     made[-1].append(entry)
     room -= size
   return made + alone
-
-
-def _shares(method: kvjax.Method) -> bool:
-  """True if one prompt pass fills its cache beside others'."""
-  return kvjax.families.forms.dense_prefill(method) and not method.traits.repeats

@@ -68,22 +68,17 @@ class Runner:
       missing: what is to be run.
     """
     left = dict(missing)
-    for entry, made in self._run(cell, mode, groups, left):
+    if cell.task.rolling or cell.task.forced:
+      indices = sorted(set().union(*missing.values()))
+      run_all = self._roll_all if cell.task.rolling else self._follow_all
+      parts = (indices[i : i + self.batch] for i in range(0, len(indices), self.batch))
+      runs = (run_all(cell, mode, part, groups, left) for part in parts)
+    else:
+      runs = (self._answer_all(cell, mode, group, left) for group in groups)
+    for entry, made in itertools.chain.from_iterable(runs):
       if isinstance(made, Exception):
         left[entry.key] = ()
       yield entry, made
-
-  def _run(
-    self, cell: Cell, mode: Mode, groups: Sequence[Sequence[Entry]], missing: Missing
-  ) -> Iterator[Made]:
-    if not (cell.task.rolling or cell.task.forced):
-      for group in groups:
-        yield from self._answer_all(cell, mode, group, missing)
-      return
-    indices = sorted(set().union(*missing.values()))
-    run_all = self._roll_all if cell.task.rolling else self._follow_all
-    for first in range(0, len(indices), self.batch):
-      yield from run_all(cell, mode, indices[first : first + self.batch], groups, missing)
 
   # ---- answers
 

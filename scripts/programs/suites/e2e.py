@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -196,16 +195,17 @@ def case(
     "products": (Products(), "auto"),
     "products (XLA)": (Products(), "reference"),
   }
-  with ThreadPoolExecutor() as pool:  # compiling is most of this suite's time
-    loops = {
-      name: pool.submit(program, model, method, impl, held[0])
-      for name, (method, impl) in methods.items()
-    }
-    steps = [pool.submit(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)]
-  exact, plain = (_logits(step.result(), leaves, held) for step in steps)
+  *loops, wide, narrow = suites.together(
+    [
+      *(functools.partial(program, model, *how, held[0]) for how in methods.values()),
+      *(functools.partial(_step, model, dtype, held[0]) for dtype in (jnp.float32, model.dtype)),
+    ]
+  )
+  exact, plain = (_logits(step, leaves, held) for step in (wide, narrow))
   rounding = float(np.linalg.norm(plain - exact) / np.linalg.norm(exact))
   contenders = [
-    loop(name, *job.result(), leaves, held, checked=name == "kvjax") for name, job in loops.items()
+    loop(name, *made, leaves, held, checked=name == "kvjax")
+    for name, made in zip(methods, loops, strict=True)
   ]
   if peers:
     plain = functools.partial(torch_decoder.contender, model, held[0], tokens)

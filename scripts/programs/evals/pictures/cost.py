@@ -14,15 +14,8 @@ from matplotlib.lines import Line2D
 
 from kvjax.programs.evals import choices, families
 from kvjax.programs.evals.costs import Board, Cost, Point
+from kvjax.programs.evals.pictures import look
 from kvjax.programs.evals.pictures.callouts import place
-from kvjax.programs.evals.pictures.look import (
-  SMALL,
-  apart,
-  logarithmic,
-  name_axes,
-  name_of,
-  thousands,
-)
 from kvjax.programs.evals.standing import FULL
 
 Measure = Callable[[Cost], float]
@@ -63,15 +56,14 @@ def score_by_cost(boards: Sequence[Board]) -> dict[str, Figure]:
 
 def _figure(boards: Sequence[Board]) -> Figure:
   looks = _looks({point.method for board in boards for point in board.points})
-  figure = Figure(figsize=(16.5, 5.4 * len(boards) + 1.1))
-  figure.set_layout_engine("constrained")
+  figure = Figure(figsize=(16.5, 5.4 * len(boards) + 1.1), layout="constrained")
   grid = figure.subplots(len(boards), len(_PANELS), sharey="row", squeeze=False)
   drawn = []
   for board, axes in zip(boards, grid, strict=True):
     for axis, (name, cost) in zip(axes, _PANELS, strict=True):
-      name_axes(axis, name, "")
+      look.name_axes(axis, name, "")
       drawn.append((axis, board, cost, _panel(axis, board, cost, looks)))
-    axes[0].set_ylabel(f"{board.standings.length:,} tokens\nscore, percent", fontsize=SMALL)
+    axes[0].set_ylabel(f"{board.standings.length:,} tokens\nscore, percent", fontsize=look.SMALL)
   _legend(figure, looks, boards)
   first = boards[0]
   mode = first.standings.mode
@@ -79,7 +71,7 @@ def _figure(boards: Sequence[Board]) -> Figure:
   title += f": {mode}, {_MODES[mode]}" if mode in _MODES else f": {mode}"
   figure.suptitle(title, fontsize=11)
   notes = [*map(_said, boards), _READING]
-  figure.supxlabel("\n".join(notes), fontsize=SMALL, x=0.01, ha="left")
+  figure.supxlabel("\n".join(notes), fontsize=look.SMALL, x=0.01, ha="left")
   figure.draw_without_rendering()
   for axis, board, cost, at in drawn:
     named = [board.full, *(point for point in front(board.points, cost) if point.method != FULL)]
@@ -89,7 +81,7 @@ def _figure(boards: Sequence[Board]) -> Figure:
 
 
 def _short(point: Point) -> str:
-  return point.method if point.budget is None else f"{point.method} {thousands(point.budget)}"
+  return point.method if point.budget is None else f"{point.method} {look.thousands(point.budget)}"
 
 
 def _said(board: Board) -> str:
@@ -99,7 +91,7 @@ def _said(board: Board) -> str:
   if held.weak:
     words += f"; without {', '.join(held.weak)}, which the full cache does not solve"
   if held.missing:
-    names = ", ".join(name_of(one.method, one.budget) for one in held.missing)
+    names = ", ".join(look.name_of(one.method, one.budget) for one in held.missing)
     words += f"; not here, since a task is missing: {names}"
   return textwrap.fill(words, 230)
 
@@ -120,18 +112,18 @@ def _panel(
   """Draws a panel, and says where its points lie."""
   costs = [cost(point.cost) for point in board.points]
   log = min(costs) > 0 and max(costs) > _WIDE * min(costs)
-  xs = apart(costs, log)
+  xs = look.apart(costs, log)
   at = {p: (x, 100 * p.score.mean) for p, x in zip(board.points, xs, strict=True)}
   budgets = sorted({point.budget for point in board.points if point.budget is not None})
   sizes = {None: 7.0, **{budget: 6.0 + 2.5 * i for i, budget in enumerate(budgets)}}
   lines: dict[str, list[tuple[float, float]]] = {}
   for point, (x, y) in at.items():
-    look, whole = looks[point.method], point.method == FULL
+    style, whole = looks[point.method], point.method == FULL
     low, high = 100 * point.score.low, 100 * point.score.high
     width, alpha = (1.4, 1) if whole else (0.7, 0.4)
-    axis.vlines(x, low, high, color=look["color"], linewidth=width, alpha=alpha)
+    axis.vlines(x, low, high, color=style["color"], linewidth=width, alpha=alpha)
     edge = {"markeredgecolor": "white", "markeredgewidth": 0.4, "zorder": 4 if whole else 3}
-    axis.plot(x, y, linestyle="", markersize=sizes[point.budget], **look, **edge)
+    axis.plot(x, y, linestyle="", markersize=sizes[point.budget], **style, **edge)
     lines.setdefault(point.method, []).append((x, y))
   for method, listed in lines.items():
     axis.plot(*zip(*listed, strict=True), color=looks[method]["color"], linewidth=0.5, alpha=0.25)
@@ -139,7 +131,7 @@ def _panel(
   axis.plot(*zip(*best, strict=True), color="0.8", linewidth=3, drawstyle="steps-post", zorder=1)
   axis.axhline(100 * board.full.score.mean, color="black", linewidth=0.8, zorder=2)
   if log:
-    logarithmic(axis, 1, 2, 5)
+    look.logarithmic(axis, 1, 2, 5)
     axis.set_xlabel(f"{axis.get_xlabel()}; logarithmic")
   axis.margins(x=0.12)
   axis.set_ylim(-4, 109)
@@ -215,14 +207,14 @@ def first_page(board: Board) -> Figure | None:
     named.append((point.method, x, y, colour))
   tokens = sorted({f"{point.cost.attended:,}" for point in points})
   attended = tokens[0] if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]}"
-  name_axes(axis, f"ms a token, median step of {board.batch} rows", "score, percent")
+  look.name_axes(axis, f"ms a token, median step of {board.batch} rows", "score, percent")
   axis.set_ylim(-4, 109)
   axis.margins(x=0.15)
   axis.grid(axis="y", color="0.93", linewidth=0.6)
   axis.set_title(
     f"{held.length:,} tokens; all but the full cache attend to {attended} of them\n"
     f"mean of {len(held.tasks)} tasks, {held.n} shared prompts each, 95 % intervals",
-    fontsize=SMALL + 1,
+    fontsize=look.SMALL + 1,
   )
   figure.draw_without_rendering()
   place(axis, named, [(x, y) for _, x, y, _ in named])

@@ -6,21 +6,13 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from kvjax.programs.evals.pictures.look import (
-  SMALL,
-  Styles,
-  apart,
-  legend,
-  logarithmic,
-  name_axes,
-  sheet,
-)
+from kvjax.programs.evals.pictures import look
 from kvjax.programs.evals.standing import FULL, aware_first, between
 from kvjax.programs.evals.stats import Estimate, mean_of
 from kvjax.programs.evals.summary import Summary
 
 
-def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | None:
+def score_by_bytes(summaries: Sequence[Summary], styles: look.Styles) -> Figure | None:
   """Mean score, with its 95 % interval, against a row's bytes, by mode, length and tasks.
 
   A panel has the tasks that the same methods have done; means over other tasks are other numbers.
@@ -36,7 +28,7 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
   if not panels:
     return None
   keys = sorted(panels, key=lambda key: (key[:2], -len(key[2])))
-  figure, axes = sheet(len(keys), min(4, len(keys)), 3.8, 3.1)
+  figure, axes = look.sheet(len(keys), min(4, len(keys)), 3.8, 3.1)
   for ((_, mode), length, methods), axis in zip(keys, axes, strict=False):
     tasks = set(panels[aware_first(mode), length, methods])
     here = [s for s in chosen if (s.mode, s.length) == (mode, length) and s.task in tasks]
@@ -46,7 +38,7 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
       if {s.task for s in mine} == tasks:
         size = np.mean([s.cache_bytes for s in mine]) / 1e6
         points.setdefault(method, []).append((size, mean_of([s.score for s in mine])))
-    sizes = iter(apart([size for listed in points.values() for size, _ in listed], log=True))
+    sizes = iter(look.apart([size for listed in points.values() for size, _ in listed], log=True))
     for method, listed in points.items():
       drawn = [(next(sizes), score) for _, score in listed]
       x, scores = zip(*sorted(drawn, key=lambda point: point[0]), strict=True)
@@ -59,13 +51,13 @@ def score_by_bytes(summaries: Sequence[Summary], styles: Styles) -> Figure | Non
         axis.plot(x, y, **style, label=method)
         ends = [score.low for score in scores], [score.high for score in scores]
         axis.vlines(x, *ends, color=style["color"], linewidth=0.8, alpha=0.6)
-    logarithmic(axis, 1, 2, 5)
+    look.logarithmic(axis, 1, 2, 5)
     axis.set_ylim(-0.03, 1.03)
     n = between(s.score.n for s in here)
     many = f"{len(tasks)} tasks, {n} each" if len(tasks) > 1 else f"{tasks.pop()}, {n}"
-    axis.set_title(f"{length:,} tokens, {mode}\n{many}", fontsize=SMALL)
-    name_axes(axis, "MB of cache a row; logarithmic", "mean score, 95 % interval")
-  legend(figure, axes)
+    axis.set_title(f"{length:,} tokens, {mode}\n{many}", fontsize=look.SMALL)
+    look.name_axes(axis, "MB of cache a row; logarithmic", "mean score, 95 % interval")
+  look.legend(figure, axes)
   title = (
     "Score against the bytes that are really kept\npoints of the same bytes stand side by side"
   )

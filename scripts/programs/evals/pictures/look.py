@@ -54,8 +54,8 @@ def modes(rows: Rows) -> list[str]:
 
 def sheet(panels: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
   rows = -(-panels // columns)
-  figure = Figure(figsize=(max(5.0, width * columns + 1.2), height * rows + 0.5))
-  figure.set_layout_engine("constrained")
+  size = max(5.0, width * columns + 1.2), height * rows + 0.5
+  figure = Figure(figsize=size, layout="constrained")
   axes = list(np.atleast_1d(figure.subplots(rows, columns)).flat)
   for axis in axes[panels:]:
     axis.set_visible(False)

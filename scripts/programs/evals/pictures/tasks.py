@@ -33,8 +33,8 @@ def _task_table(summaries: Sequence[Summary], tasks: Sequence[str]) -> Figure:
   named = sorted(dict.fromkeys((s.method, s.budget) for s in summaries), key=lambda m: m[0] != FULL)
   columns = [task for task in tasks if any(s.task == task for s in summaries)]
   shared = [task for task in columns if all((*who, task) in found for who in named)]
-  figure = Figure(figsize=(2.4 + 0.72 * (len(columns) + 1), 1.1 + 0.34 * len(named)))
-  figure.set_layout_engine("constrained")
+  size = 2.4 + 0.72 * (len(columns) + 1), 1.1 + 0.34 * len(named)
+  figure = Figure(figsize=size, layout="constrained")
   axis = figure.subplots()
   grid = np.full((len(named), len(columns) + 1), np.nan)
   for i, (method, budget) in enumerate(named):

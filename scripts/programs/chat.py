@@ -209,11 +209,6 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:
   """The text of an answer, as a conversation that is read again has it.
 
   gpt-oss thinks in parts of their own, which its template does not read again: the last counts.
-
-  Args:
-    tokenizer: of the model.
-    tokens: int32 [n], of the answer; those < 0 are none.
-    text: of the whole answer.
   """
   ids = [token for token in tokens.tolist() if token >= 0]
   begin = tokenizer.backend.token_to_id("<|message|>")

@@ -322,12 +322,7 @@ def drop_programs() -> bool:
 
 
 def check_numbers(args: Any, **least: int) -> None:
-  """Raises ValueError for a number, or one of several, that is too small; None passes.
-
-  Args:
-    args: what was given.
-    least: the smallest number that makes sense, by the argument's name.
-  """
+  """Raises ValueError for a number, or one of several, below the least of its name; None passes."""
   for name, bound in least.items():
     given = getattr(args, name)
     for value in given if isinstance(given, tuple) else (given,):
@@ -366,10 +361,7 @@ def load_model(
 
 
 def read_text(path: pathlib.Path, option: str) -> str:
-  """A file's text.
-
-  Args:
-    option: the argument that names the file, for messages.
+  """A file's text; messages name the option that the file was given by.
 
   Raises:
     FileNotFoundError: there is no such file.

@@ -295,14 +295,7 @@ def contest(
 
   Methods whose layers take many programs read on their own: with them, what is compiled for all of
   the others would be compiled as often.
-
-  Args:
-    names: registered names, "full" first.
-    length: tokens of prompt and answer.
-    budget: tokens that a method keeps or reads.
-
-  Returns:
-    The results as they come: a method runs when its result is asked for.
+  The full cache comes first, and a method runs when its result is asked for.
   """
   methods = {name: labels.instance(name, budget, "--methods") for name in names}
   game = Contest(model, tokenizer, row, length)

@@ -174,10 +174,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
   """Runs what the folder does not have yet; all rows of the folder, on the first process.
 
-  Args:
-    args: what is run.
-    model, tokenizer: of a checkpoint.
-    notes: takes what is not run, and why.
+  `notes` takes what is not run, and why.
 
   Raises:
     ValueError: a length is more than the model was converted for; nothing has run then.
@@ -214,8 +211,9 @@ def evaluate(
           notes.append(cell)
           continue
         for mode in (mode for mode in args.modes if _applies(cell, mode, notes)):
-          origin.check(results.rows, cell, mode, chosen[cell.length])
-          _run(runner, cell, mode, groups[cell.length], results, refused, bar)
+          asked = dataclasses.replace(cell, mode=mode)
+          origin.check(results.rows, asked, chosen[cell.length])
+          _run(runner, asked, groups[cell.length], results, refused, bar)
         if last is None or cell.length > last.length:
           last = cell
     notes += refused.values()
@@ -229,11 +227,7 @@ def evaluate(
 
 
 def _results(args: Args, made: dict[str, Any]) -> store.Store | store.Told:
-  """The folder with what `--add` adds, which the first process has open; the others know its keys.
-
-  Args:
-    made: the settings of its numbers.
-  """
+  """The folder with what `--add` adds, open on the first process; the others know its keys."""
   held: list[store.Store] = []
 
   def keys() -> list[Any]:
@@ -315,7 +309,6 @@ def _applies(cell: Cell, mode: str, notes: list[str]) -> bool:
 def _run(
   runner: Runner,
   cell: Cell,
-  mode: Mode,
   groups: Sequence[Sequence[Entry]],
   results: store.Store | store.Told,
   refused: dict[Any, str],
@@ -326,24 +319,24 @@ def _run(
     entry.key: [
       i
       for i in range(len(cell.rows))
-      if (cell.task.name, cell.length, mode, *entry.key, i) not in results.rows
-      and (cell.length, mode, *entry.key) not in refused
+      if (cell.task.name, cell.length, cell.mode, *entry.key, i) not in results.rows
+      and (cell.length, cell.mode, *entry.key) not in refused
     ]
     for group in groups
     for entry in group
   }
   left = {key: len(indices) for key, indices in missing.items()}
   bar.total += sum(left.values())
-  for entry, rows in runner.run(cell, mode, groups, missing):
+  for entry, rows in runner.run(cell, groups, missing):
     if isinstance(rows, Exception):
-      what = f"{entry.label}, {mode}, {cell.length:,} tokens"
-      refused[cell.length, mode, *entry.key] = f"{what}: {rows}"
+      what = f"{entry.label}, {cell.mode}, {cell.length:,} tokens"
+      refused[cell.length, cell.mode, *entry.key] = f"{what}: {rows}"
       done = left[entry.key]
     else:
       results.append(rows)
       done = len(rows)
     left[entry.key] -= done
-    bar.set_postfix_str(f"{cell.task.name} {cell.length} {mode} {entry.label}", refresh=False)
+    bar.set_postfix_str(f"{cell.task.name} {cell.length} {cell.mode} {entry.label}", refresh=False)
     bar.update(done)
 
 

@@ -40,11 +40,7 @@ class Keeper:
   def stream(
     self, model: Transformer, method: Method, spec: CacheSpec, ids: list[int], **how: Any
   ) -> PromptStream:
-    """The prompt's stream, begun, or restored from the folder.
-
-    Args:
-      model, method, spec, **how: as `PromptStream` takes them.
-      ids: the whole prompt.
+    """The stream of a whole prompt, begun, or restored from the folder.
 
     Raises:
       ValueError: the folder has caches of another prompt or model, or of another method or sizes.

@@ -158,13 +158,7 @@ def leveled(best: Config, here: devices.Device) -> list[Config]:
 
 
 class Sweep:
-  """Timings of configurations on the operands of one shape.
-
-  Args:
-    shape: what is attended.
-    repetitions: of each.
-    logits: whether logits are written too.
-  """
+  """Timings of configurations on the operands of one shape, which may write logits, too."""
 
   def __init__(self, shape: Shape, repetitions: int, logits: bool):
     copies, calls = rotation(shape)

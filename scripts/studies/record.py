@@ -48,12 +48,7 @@ class Args:
 
 @dataclasses.dataclass(frozen=True)
 class Recorder(kvjax.Full):
-  """The full cache, which also reports what its attention is given.
-
-  Attributes:
-    layers: layers that report.
-    stride: every how many positions a query is reported, counted back from the last.
-  """
+  """The full cache, whose `layers` also report what attention is given: each `stride`-th query."""
 
   layers: tuple[int, ...] = ()
   stride: int = 1

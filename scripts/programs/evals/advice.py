@@ -224,11 +224,8 @@ def recommended(found: Sequence[Advice]) -> dict[str, Advice]:
   """One to three methods by what they are best at, or none.
 
   Each runs on the devices, fits, keeps a share of the full cache's score, and is a tenth better
-  than the full cache and those before it. Scores at the nearest length decide; methods
-  that have none there count where nothing else serves.
-
-  Args:
-    found: methods, the full cache first.
+  than the full cache, the first of `found`, and those before it. Scores at the nearest length
+  decide; methods that have none there count where nothing else serves.
   """
   full, *others = (x for x in found if not x.refused)
   others.sort(key=lambda x: -(x.budget or 0))  # of each method the least budget comes last

@@ -16,7 +16,7 @@ from kvjax.models.decode.requests import Answer
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
 from kvjax.programs.evals import walks
-from kvjax.programs.evals.plan import TURNS, Cell, Entry, Mode
+from kvjax.programs.evals.plan import TURNS, Cell, Entry
 from kvjax.programs.evals.task import Row
 
 if TYPE_CHECKING:
@@ -45,26 +45,18 @@ class Answers:
 
   Args:
     runner: reads questions, and says which programs are new.
-    cell, mode: which rows, and how they are asked.
+    cell: which rows, and how they are asked.
     entry: the method, as it is asked for.
     method: what it is, once a prompt that it repeats has told.
     capacity: tokens that a row has room for.
   """
 
-  def __init__(
-    self,
-    runner: Runner,
-    cell: Cell,
-    mode: Mode,
-    entry: Entry,
-    method: kvjax.Method,
-    capacity: int,
-  ):
+  def __init__(self, runner: Runner, cell: Cell, entry: Entry, method: kvjax.Method, capacity: int):
     self._cold = bool(runner.cold("decode", method, cell.length, runner.batch))
-    self._runner, self._cell, self._mode, self._entry = runner, cell, mode, entry
+    self._runner, self._cell, self._entry = runner, cell, entry
     sizes = {"rows": runner.batch, "capacity": capacity}
     self._batch = Batcher(runner.model, method, **sizes, tokenizer=runner.tokenizer)
-    self._method, self._questions = method, TURNS[mode]
+    self._method, self._questions = method, TURNS[cell.mode]
     # By request: row, number of the question, and steps and seconds so far when it entered.
     self._live: dict[int, tuple[_Asked, int, int, float]] = {}
     self._steps, self._clock = 0, 0.0
@@ -83,10 +75,10 @@ class Answers:
       (place, _Asked(i, {**about["seconds"], "cold": [*about["seconds"]["cold"]]}, about["bytes"]))
       for i, place in rows.items()
     ]
-    turns = range(self._questions if self._mode == "reuse" else 1)
+    turns = range(self._questions if self._cell.mode == "reuse" else 1)
     for turn in turns:
       mine, held = logits, caches
-      if self._mode in ("agnostic", "reuse"):
+      if self._cell.mode in ("agnostic", "reuse"):
         if turn != turns[-1]:
           held = offload.rows_of(caches, np.arange(logits.shape[0]))
         mine, held = self._ask(asked, turn, logits.shape[0], held)
@@ -169,7 +161,7 @@ class Answers:
     if self._questions == 1:  # an answer takes what its prompt leaves
       limit = min(limit, self._cell.length - len(self._cell.prompts[one.index].ids))
     one.facts = one.facts | {"answer_limit": limit}
-    keep = self._mode == "second" and turn == 0
+    keep = self._cell.mode == "second" and turn == 0
     while not self._batch.free:
       yield from self._step()
     self._timed(self._batch.wait)
@@ -200,8 +192,7 @@ class Answers:
     if self._questions == 2:
       first = one.scores[0]
       score["also"]["first"], score["first_answer"] = first["score"], first["answer"]
-    if self._mode == "reuse":
+    if self._cell.mode == "reuse":
       score["also"]["other"] = score["score"]
       score["score"] = (first["score"] + score["score"]) / 2
-    cell, mode = self._cell, self._mode
-    return self._runner.result(cell, mode, one.index, self._entry, score, one.timing, one.facts)
+    return self._runner.result(self._cell, one.index, self._entry, score, one.timing, one.facts)

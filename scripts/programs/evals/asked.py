@@ -32,13 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """The settings that a request asks for.
-
-  Attributes:
-    until: strings that end an answer.
-    steps: tokens of an answer at most.
-    sampling: how tokens are drawn.
-  """
+  """The settings that a request asks for: what ends an answer, its most tokens, their drawing."""
 
   until: tuple[str, ...]
   steps: int

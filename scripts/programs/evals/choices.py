@@ -79,9 +79,7 @@ def classes(board: Board) -> list[Board]:
 def choices(board: Board, limit: float = math.inf) -> list[Choice]:
   """One for every aim; aims with the same answer are one choice.
 
-  Args:
-    board: methods with scores and costs, which attend to as many tokens.
-    limit: GB that the process may hold on the device.
+  The process may hold `limit` GB on the device.
 
   Raises:
     ValueError: the methods attend to unlike numbers of tokens.

@@ -153,11 +153,6 @@ def refuse_unknown(what: Sequence[Fitted], allowed: bool) -> None:
 def check(what: Sequence[Fitted], task: str, seed: int, rows: Sequence[Row]) -> None:
   """Refuses to test something on what it was fitted on.
 
-  Args:
-    what: heads, gates or channels of a method.
-    task, seed: which random numbers the rows were drawn with.
-    rows: what is tested.
-
   Raises:
     ValueError: texts, keys, values or random numbers are the same.
   """

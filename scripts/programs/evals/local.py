@@ -30,12 +30,7 @@ def there(name: str) -> bool:
 
 
 def path(name: str, what: str, source: str) -> pathlib.Path:
-  """The path of a file that has to be there.
-
-  Args:
-    name: path below `folder()`.
-    what: what the file is, for the message.
-    source: where it comes from.
+  """The path of a file that has to be there, by its name below `folder()`.
 
   Raises:
     FileNotFoundError: it is not there; the message says where to get it and where to put it.

@@ -111,19 +111,14 @@ def data(cell: Cell, index: int) -> str:
 
 
 def check(
-  rows: dict[tuple[Any, ...], dict[str, Any]], cell: Cell, mode: str, entries: Iterable[Entry]
+  rows: dict[tuple[Any, ...], dict[str, Any]], cell: Cell, entries: Iterable[Entry]
 ) -> None:
-  """Raises ValueError where a row that is there comes from something else than it would now.
-
-  Args:
-    rows: the results of a folder by key.
-    cell, mode, entries: what is to be run, and what is there of it is not run again.
-  """
+  """Raises ValueError where a row that is there comes from something else than it would now."""
   codes = [(entry, repr(entry.method), own_code(entry.method)) for entry in entries]
   for index in range(len(cell.rows)):
     shared: dict[str, Any] = {}
     for entry, settings, code in codes:
-      there = rows.get((cell.task.name, cell.length, mode, entry.label, entry.budget, index))
+      there = rows.get((cell.task.name, cell.length, cell.mode, entry.label, entry.budget, index))
       if there is None:
         continue
       shared = shared or {"prompt": prompt(cell, index), "data": data(cell, index)}

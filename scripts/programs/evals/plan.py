@@ -54,6 +54,7 @@ class Cell:
     rows, prompts: by index.
     forced: token ids of each row's continuation, for tasks that read one.
     turns: questions that each row asks: 2 in the modes "second" and "reuse".
+    mode: how they are asked: one of `MEANING`.
   """
 
   task: Task
@@ -62,6 +63,7 @@ class Cell:
   prompts: Sequence[Prompt]
   forced: Sequence[list[int]] = ()
   turns: int = 1
+  mode: Mode = "aware"
 
 
 def entries(labels: Sequence[str], budgets: Sequence[str], length: int) -> list[Entry]:

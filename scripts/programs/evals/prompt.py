@@ -66,9 +66,7 @@ class Reader:
   def encode(self, context: str, question: str, answer_prefix: str, *second: str) -> Prompt:
     """Token ids; in a chat the answer begins without its leading space.
 
-    Args:
-      context, question, answer_prefix: of the first turn.
-      second: the second turn's question and answer prefix, or nothing.
+    `second` is the question and the answer prefix of a second turn.
 
     Raises:
       ValueError: there is a second turn and no chat template, or one that does not render it.

@@ -21,7 +21,7 @@ from kvjax.programs import common
 from kvjax.programs.evals import continuations, origin, walks
 from kvjax.programs.evals.answers import Answers
 from kvjax.programs.evals.divergence import compare, surprise
-from kvjax.programs.evals.plan import Cell, Entry, Mode, read_at_once
+from kvjax.programs.evals.plan import Cell, Entry, read_at_once
 from kvjax.runtime.shared_prefill import take
 
 CHUNK = 16  # decode steps between two looks at a text that is given
@@ -41,10 +41,6 @@ class Runner:
   for all methods of a group. Shapes are few: prompts are padded to the length of their cell, caches
   hold as many tokens, and the last ones of a cell are read beside idle rows, so that a program
   compiles once per length and method.
-
-  Attributes:
-    model, tokenizer: of the checkpoint.
-    batch: rows that decode together.
   """
 
   model: Transformer
@@ -54,16 +50,11 @@ class Runner:
   def __post_init__(self):
     self._compiled: set[Any] = set()
 
-  def run(
-    self, cell: Cell, mode: Mode, groups: Sequence[Sequence[Entry]], missing: Missing
-  ) -> Iterator[Made]:
+  def run(self, cell: Cell, groups: Sequence[Sequence[Entry]], missing: Missing) -> Iterator[Made]:
     """Results of the missing rows, as they come; a method that refuses gives no more.
 
     Args:
-      cell: the task's rows.
-      mode: "aware", "agnostic": caches are filled before the question is read, "second": two
-        turns, of which the second answer is scored, or "reuse": two questions on one context, each
-        on a copy of its caches.
+      cell: the task's rows, and how they are asked.
       groups: methods whose caches one pass fills, the full cache first of all.
       missing: what is to be run.
     """
@@ -72,9 +63,9 @@ class Runner:
       indices = sorted(set().union(*missing.values()))
       run_all = self._roll_all if cell.task.rolling else self._follow_all
       parts = (indices[i : i + self.batch] for i in range(0, len(indices), self.batch))
-      runs = (run_all(cell, mode, part, groups, left) for part in parts)
+      runs = (run_all(cell, part, groups, left) for part in parts)
     else:
-      runs = (self._answer_all(cell, mode, group, left) for group in groups)
+      runs = (self._answer_all(cell, group, left) for group in groups)
     for entry, made in itertools.chain.from_iterable(runs):
       if isinstance(made, Exception):
         left[entry.key] = ()
@@ -82,9 +73,7 @@ class Runner:
 
   # ---- answers
 
-  def _answer_all(
-    self, cell: Cell, mode: Mode, group: Sequence[Entry], missing: Missing
-  ) -> Iterator[Made]:
+  def _answer_all(self, cell: Cell, group: Sequence[Entry], missing: Missing) -> Iterator[Made]:
     """Answers under methods whose caches one pass fills, each in a live batch of its own."""
     made: dict[Entry, Answers] = {}
     indices = sorted(set().union(*(missing[entry.key] for entry in group)))
@@ -100,7 +89,7 @@ class Runner:
       if not wanted:
         continue
       try:
-        logits, filled, about = self._read(cell, mode, part, [x.method for x in group], size)
+        logits, filled, about = self._read(cell, part, [x.method for x in group], size)
       except (ValueError, NotImplementedError) as error:
         yield from ((entry, error) for entry in wanted)
         continue
@@ -112,7 +101,7 @@ class Runner:
           if entry not in made:
             # What is reconstructed has as many slots as its budget, even where the text is shorter.
             room = max(cell.length, *(cache.size for cache in caches)) if repeats else cell.length
-            made[entry] = Answers(self, cell, mode, entry, method, room)
+            made[entry] = Answers(self, cell, entry, method, room)
           mine = {"seconds": about, "bytes": _bytes(caches, size)}
           for row in made[entry].enter(rows[entry], logits, caches, mine):
             yield entry, [row]
@@ -125,12 +114,12 @@ class Runner:
       yield from ((entry, [row]) for row in answers.finish())
 
   def _read(
-    self, cell: Cell, mode: Mode, indices: Sequence[int], methods: list[kvjax.Method], size: int
+    self, cell: Cell, indices: Sequence[int], methods: list[kvjax.Method], size: int
   ) -> tuple[jax.Array, Caches, dict[str, Any]]:
     """Fills the caches of one method, or of several at once, with some prompts, `size` at most."""
     method = methods[0] if len(methods) == 1 else kvjax.SharedPrefill(tuple(methods))
     prompts = [cell.prompts[i] for i in indices]
-    apart = mode in ("agnostic", "reuse")
+    apart = cell.mode in ("agnostic", "reuse")
     texts = [prompt.head if apart else prompt.ids for prompt in prompts]
     tokens, lengths = _padded(texts, size, cell.length)
     cold = self.cold("prefill", method, cell.length, size)
@@ -138,8 +127,8 @@ class Runner:
     if method.traits.repeats:
       if not apart and any(prompt.tail for prompt in prompts):
         raise NotImplementedError(
-          f"{mode}: found {type(method).__name__}, which cuts a context before its question is "
-          "known, expected --modes agnostic or reuse"
+          f"{cell.mode}: found {type(method).__name__}, which cuts a context before its question "
+          "is known, expected --modes agnostic or reuse"
         )
       ask = Instructions.of(self.tokenizer)
       logits, caches = reconstruct.read(self.model, tokens, lengths, method, ask)
@@ -171,7 +160,6 @@ class Runner:
   def result(
     self,
     cell: Cell,
-    mode: Mode,
     index: int,
     entry: Entry,
     score: dict[str, Any],
@@ -183,7 +171,7 @@ class Runner:
     return {
       "task": cell.task.name,
       "length": cell.length,
-      "mode": mode,
+      "mode": cell.mode,
       "method": entry.label,
       "budget": entry.budget,
       "index": index,
@@ -202,12 +190,7 @@ class Runner:
   # ---- given texts
 
   def _follow_all(
-    self,
-    cell: Cell,
-    mode: Mode,
-    indices: Sequence[int],
-    groups: Sequence[Sequence[Entry]],
-    missing: Missing,
+    self, cell: Cell, indices: Sequence[int], groups: Sequence[Sequence[Entry]], missing: Missing
   ) -> Iterator[Made]:
     """Given continuations under every method that lacks one, beside the full cache's logits."""
     reference: Any = None
@@ -220,7 +203,7 @@ class Runner:
         continue
       methods = [entry.method for entry in group]
       try:
-        logits, filled, about = self._read(cell, mode, indices, methods, self.batch)
+        logits, filled, about = self._read(cell, indices, methods, self.batch)
       except (ValueError, NotImplementedError) as error:
         yield from ((entry, error) for entry in wanted)
         continue
@@ -228,9 +211,8 @@ class Runner:
         self._drop_programs()
         caches = take(filled, group.index(entry)) if len(group) > 1 else filled
         try:
-          rows, reference = self._follow(
-            cell, mode, indices, entry, logits, caches, about, reference
-          )
+          how = logits, caches, about, reference
+          rows, reference = self._follow(cell, indices, entry, *how)
         except (ValueError, NotImplementedError) as error:
           yield entry, error
           continue
@@ -240,7 +222,6 @@ class Runner:
   def _follow(
     self,
     cell: Cell,
-    mode: Mode,
     indices: Sequence[int],
     entry: Entry,
     logits: jax.Array,
@@ -279,29 +260,22 @@ class Runner:
     for row, (i, score) in enumerate(zip(indices, scores, strict=True)):
       seen = {} if visited is None else {"visited": round(float(visited[row]), 5)}
       more = {**facts, "answer_limit": steps, **seen}
-      made.append(self.result(cell, mode, i, entry, score, timing, more))
+      made.append(self.result(cell, i, entry, score, timing, more))
     return made, reference
 
   def _roll_all(
-    self,
-    cell: Cell,
-    mode: Mode,
-    indices: Sequence[int],
-    groups: Sequence[Sequence[Entry]],
-    missing: Missing,
+    self, cell: Cell, indices: Sequence[int], groups: Sequence[Sequence[Entry]], missing: Missing
   ) -> Iterator[Made]:
     """Whole texts under every method that lacks one."""
     for entry in itertools.chain(*groups):
       if lacks := {*missing[entry.key]} & {*indices}:
         self._drop_programs()
         try:
-          yield entry, [x for x in self._roll(cell, mode, indices, entry) if x["index"] in lacks]
+          yield entry, [x for x in self._roll(cell, indices, entry) if x["index"] in lacks]
         except (ValueError, NotImplementedError) as error:
           yield entry, error
 
-  def _roll(
-    self, cell: Cell, mode: Mode, indices: Sequence[int], entry: Entry
-  ) -> list[dict[str, Any]]:
+  def _roll(self, cell: Cell, indices: Sequence[int], entry: Entry) -> list[dict[str, Any]]:
     """Log-likelihoods of a batch's texts; the score is the geometric mean of a byte's."""
     if entry.method.traits.repeats:
       raise NotImplementedError(
@@ -328,7 +302,7 @@ class Runner:
       counted = cell.rows[i].scoring
       also = {"log_likelihood": value, "words": counted["words"], "bytes": counted["bytes"]}
       score = {"score": math.exp(value / counted["bytes"]), "also": also}
-      made.append(self.result(cell, mode, i, entry, score, timing, facts))
+      made.append(self.result(cell, i, entry, score, timing, facts))
     return made
 
   # ---- programs

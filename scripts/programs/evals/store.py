@@ -178,11 +178,7 @@ class Store:
 
 
 class Told:
-  """Keys of the rows that another process keeps, as a `Store` whose rows are not known.
-
-  Args:
-    keys: of the rows that are there.
-  """
+  """Keys of the rows that another process keeps, as a `Store` whose rows are not known."""
 
   def __init__(self, keys: Iterable[Sequence[Any]]):
     self.rows: dict[tuple[Any, ...], Any] = dict.fromkeys(map(tuple, keys))

@@ -145,11 +145,7 @@ def fit(tokens: Callable[[int], int], length: int, most: int) -> tuple[int, int]
 
 
 def fill(tokens: Callable[[int], int], length: int, most: int, unit: str) -> int:
-  """`fit` that insists on 95 % of the tokens.
-
-  Args:
-    tokens, length, most: as `fit` takes them.
-    unit: what a unit is called in messages.
+  """`fit` that insists on 95 % of the tokens; `unit` is what messages call a unit.
 
   Raises:
     ValueError: a row without any unit is too long, there is too little text, or units are so

@@ -20,12 +20,6 @@ def trace(
 ) -> dict[str, np.ndarray]:
   """Reads a prompt and decodes greedily; the mean of every number that a layer reports.
 
-  Args:
-    model: the decoder.
-    method: any method; what its decode step reports is shown by the names that it gives.
-    ids: the prompt's tokens.
-    steps: tokens to decode.
-
   Returns:
     By name, float64 [steps, L], NaN where a layer does not report it. "visited" is there for every
     method: the slots that were attended to, as a share of the tokens seen so far.

@@ -21,11 +21,7 @@ def text(made: tuple[Row, Prompt]) -> bytes | None:
 
 
 def read(said: bytes) -> tuple[Row, Prompt]:
-  """The row and prompt that `text` wrote.
-
-  Raises:
-    ValueError: it is something else.
-  """
+  """The row and prompt that `text` wrote; raises ValueError for anything else."""
   try:
     return made(json.loads(said))
   except (KeyError, TypeError, RecursionError) as error:

@@ -21,6 +21,11 @@ from kvjax.models.io import token_backends, token_files
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LOST = "\N{REPLACEMENT CHARACTER}"
+# What `Tokenizer.save` keeps beside the backend.
+_SETTINGS = (
+  *("bos", "eos", "add_bos", "add_eos", "ends", "chat_template", "templates"),
+  *("special_tokens", "rows"),
+)
 
 
 class Tokenizer:
@@ -276,17 +281,7 @@ class Tokenizer:
     """Writes tokenizer.json and tokenizer_config.json into a folder."""
     folder = pathlib.Path(folder)
     self.backend.save(str(folder / "tokenizer.json"))
-    settings = {
-      "bos": self.bos,
-      "eos": self.eos,
-      "add_bos": self.add_bos,
-      "add_eos": self.add_eos,
-      "ends": list(self.ends),
-      "chat_template": self.chat_template,
-      "templates": self.templates,
-      "special_tokens": self.special_tokens,
-      "rows": self.rows,
-    }
+    settings = {name: getattr(self, name) for name in _SETTINGS}
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
@@ -313,9 +308,8 @@ class Tokenizer:
       return made if "ends" in settings else _closing(made)  # converted before they were kept
     except (RecursionError, TypeError, ValueError) as error:
       raise ValueError(
-        f"{settings_path}: found {error}, expected an object of bos, eos, add_bos, add_eos, ends, "
-        "chat_template, templates, special_tokens, rows, as 'kvjax convert' writes it: "
-        "Tokenizer.from_huggingface reads a Hugging Face folder"
+        f"{settings_path}: found {error}, expected an object of {', '.join(_SETTINGS)}, as "
+        "'kvjax convert' writes it: Tokenizer.from_huggingface reads a Hugging Face folder"
       ) from error
 
   @classmethod

@@ -219,7 +219,7 @@ class Contest:
     ends, logits, caches = self.tokenizer.ends, reading.logits, reading.caches
     with console.step(f"{name}: answering", fleeting=True):
       keep = jax.tree.map(jnp.copy, caches)
-      generation, answering = self._decode(method, logits, keep, ANSWER_TOKENS, None)
+      generation, answering = self._decode(method, logits, keep)
       said = [t for t in generation.tokens[0].tolist() if t >= 0 and t not in ends]
       answer = " ".join(self.tokenizer.decode(said).split())
       right = scores.all_found(answer, self.row) == 1
@@ -229,7 +229,7 @@ class Contest:
     steps = self.forced.shape[1]
     with console.step(f"{name}: following {steps} given tokens", fleeting=True):
       used = common.device_bytes(caches)
-      generation, following = self._decode(method, logits, caches, steps, self.forced)
+      generation, following = self._decode(method, logits, caches, self.forced)
       # The first logits are the prompt's; each later row shows the cache at work.
       mine = jnp.concatenate([generation.logits[0, 1:], generation.last])
       if self.full_logits is None:
@@ -253,13 +253,9 @@ class Contest:
     )
 
   def _decode(
-    self,
-    method: kvjax.Method,
-    logits: jax.Array,
-    caches: Caches,
-    steps: int,
-    forced: np.ndarray | None,
+    self, method: kvjax.Method, logits: jax.Array, caches: Caches, forced: np.ndarray | None = None
   ) -> tuple[Any, Clock]:
+    steps = ANSWER_TOKENS if forced is None else forced.shape[1]
     with Clock() as clock:
       how = {"steps": steps, "stop": self.tokenizer.ends, "forced": forced}
       generation, _ = generate(self.model, logits, caches, method, return_logits=True, **how)

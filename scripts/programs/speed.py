@@ -56,6 +56,7 @@ STEPS = 16  # of a dispatch
 TIMES = 10  # dispatches of a measurement
 CALLS = 3  # of `generate`, of 2 · STEPS tokens each, after one that compiles
 ROUNDS = 3  # measurements at most, where quartiles are wide
+FAILURES = ValueError, NotImplementedError, MemoryError
 TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle otherwise
 
 
@@ -102,19 +103,10 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 class Bench:
   """Prompts of one length and batch, and a model that reads them."""
 
-  def __init__(
-    self,
-    model: Transformer,
-    prompts: Sequence[list[int]],
-    length: int,
-    impl: str,
-    called: bool = False,
-    trace: pathlib.Path | None = None,
-  ):
-    self.model, self.length, self.impl = model, length, impl
-    self.called, self.trace = called, trace
+  def __init__(self, model: Transformer, prompts: Sequence[list[int]], length: int, args: Args):
+    self.model, self.length, self.args = model, length, args
     self.tokens, lengths = pad(prompts, multiple=length)
-    room = called * 2 * (2 + CALLS) * STEPS  # for what comes, where every token is kept
+    room = args.called * 2 * (2 + CALLS) * STEPS  # for what comes, where every token is kept
     self.lengths = np.minimum(lengths, length - room)
     self.graph, self.leaves = split(model)
 
@@ -140,9 +132,9 @@ class Bench:
       "expected_us": round(expected * 1e6, 1),
       **self._compared(method, token, caches),
     }
-    if self.called and row["error"] <= TOLERANCE:
+    if self.args.called and row["error"] <= TOLERANCE:
       row["called_us"], caches = self._called(method, logits, caches)
-    run = stepping(self.graph, method, self.impl, STEPS)
+    run = stepping(self.graph, method, self.args.impl, STEPS)
     program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
     plan = program.memory_analysis()
     row["peak_bytes"] = (
@@ -166,7 +158,7 @@ class Bench:
 
       return run(self.leaves, caches, token)
 
-    (ours, visited), (want, _) = step(self.impl), step("reference")
+    (ours, visited), (want, _) = step(self.args.impl), step("reference")
     got, wanted = np.asarray(ours, np.float64), np.asarray(want, np.float64)
     seen = np.asarray(self.lengths) + 1
     return {
@@ -185,9 +177,9 @@ class Bench:
       began = time.perf_counter()
       out, caches = generate(self.model, out.last, caches, method, steps=2 * STEPS)
       seconds.append(time.perf_counter() - began)
-    if self.trace is not None:
+    if self.args.trace is not None:
       name = f"{type(method).__name__}_B{self.batch}_T{self.length}"
-      with jax.profiler.trace(self.trace / name):
+      with jax.profiler.trace(self.args.trace / name):
         out, caches = generate(self.model, out.last, caches, method, steps=STEPS)
     return round(min(seconds) / (2 * STEPS) * 1e6, 2), caches
 
@@ -227,7 +219,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
       raise ValueError(cell)
     prompts = [prompt.ids for prompt in cell.prompts]
     for batch in args.batches:
-      bench = Bench(model, prompts[:batch], length, args.impl, args.called, args.trace)
+      bench = Bench(model, prompts[:batch], length, args)
       for entry in entries[length]:
         named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
         if key(named) in have:
@@ -236,12 +228,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
         with console.step(f"{entry.label}, budget {entry.budget}, B{batch} T{length}") as step:
           try:
             row = named | {"settings": repr(entry.method)} | bench.measure(entry.method)
-          except (
-            ValueError,
-            NotImplementedError,
-            MemoryError,
-            jax.errors.JaxRuntimeError,
-          ) as error:
+          except (*FAILURES, jax.errors.JaxRuntimeError) as error:
             step.note(f"not run: {error}")
             continue
           step.note(f"{row['us']:,.0f} µs" if "us" in row else f"wrong: error {row['error']}")

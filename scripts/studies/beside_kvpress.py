@@ -37,7 +37,7 @@ from kvjax.programs.evals.task import Row
 from kvjax.programs.retrieval_heads import places
 from kvjax.runtime.shared_prefill import take
 from scripts.studies import both, press_limits, pressed, sheets
-from scripts.studies.pressed import ORACLE, Cut, Kept, Pressed
+from scripts.studies.pressed import ORACLE, Cut, Pressed
 from scripts.tools import tablemakers
 from scripts.tools.tablemakers import beside
 
@@ -207,8 +207,15 @@ def rows_of(
   cuts = {cell: cell.cut(args.length, read[cell.mode]) for cell in CELLS}
   with console.step("kvpress reads"):
     their_logits, left = theirs.read(prompt.ids, gold, cuts)
+  said: dict[Cell, str] = {}
   with console.step("kvpress answers"):
-    said = _answers(reader.tokenizer, theirs, prompt, their_logits, left, args.steps)
+    for mode, tail in (("aware", []), ("agnostic", prompt.tail)):
+      asked = {cell: each for cell, each in left.items() if cell.mode == mode}
+      for cells in pressed.alike(asked):  # caches of equal lengths run together
+        several, ends = [left[cell] for cell in cells], reader.tokenizer.ends
+        found = theirs.answers(several, their_logits, tail, read[mode], args.steps, ends)
+        texts = map(reader.tokenizer.decode, found)
+        said |= dict(zip(cells, texts, strict=True))
   rows = {}
   for cell in CELLS:
     rows[cell] = {
@@ -239,27 +246,6 @@ def rows_of(
         "logits_apart": apart,
       }
   return rows
-
-
-def _answers(
-  tokenizer: Tokenizer,
-  theirs: Pressed,
-  prompt: Prompt,
-  logits: np.ndarray,
-  left: Mapping[Cell, Kept],
-  steps: int,
-) -> dict[Cell, str]:
-  """kvpress's answers; caches of equal lengths run together."""
-  said = {}
-  for mode, tail, past in (
-    ("aware", [], len(prompt.ids)),
-    ("agnostic", prompt.tail, len(prompt.head)),
-  ):
-    for cells in pressed.alike({cell: each for cell, each in left.items() if cell.mode == mode}):
-      several = [left[cell] for cell in cells]
-      found = theirs.answers(several, logits, tail, past, steps, tokenizer.ends)
-      said |= {cell: tokenizer.decode(ids) for cell, ids in zip(cells, found, strict=True)}
-  return said
 
 
 def main(args: Args) -> None:

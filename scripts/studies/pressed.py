@@ -139,7 +139,7 @@ class Pressed:
         scores.clear()
         cos, sin = kwargs["position_embeddings"]
         expected = oracle(module, hidden_states, keys, len(answer), (cos, sin))
-        where = _Places(keys)
+        where = _places(keys)
         for key, cut in cuts.items():
           n, mine = cut.read, kept[key]
           k, v, hidden = keys[:, :, :n].clone(), values[:, :, :n].clone(), None
@@ -156,7 +156,7 @@ class Pressed:
           mine.keys.append(k)
           mine.values.append(v)
           mine.hidden.append(hidden)
-          mine.positions.append(_without(where.of(k), hidden))
+          mine.positions.append(_shown(k, where, hidden))
         return keys, values
 
     with self.torch.inference_mode(), All()(self.model):
@@ -256,23 +256,19 @@ def alike(kept: Mapping[Any, Kept]) -> list[list[Any]]:
   return list(groups.values())
 
 
-def _without(positions: np.ndarray, hidden: Any) -> list[np.ndarray]:
-  """Positions [K, n] by head, less the hidden slots."""
+def _shown(keys: Any, where: list[dict[bytes, int]], hidden: Any) -> list[np.ndarray]:
+  """Positions of keys by head, less the hidden slots."""
+  rows = zip(where, keys[0].numpy(), strict=True)
+  positions = [np.array([places[row.tobytes()] for row in head]) for places, head in rows]
   if hidden is None:
-    return list(positions)
+    return positions
   _, heads, at = (x.numpy() for x in hidden)
   return [np.delete(own, at[heads == head]) for head, own in enumerate(positions)]
 
 
-class _Places:
+def _places(keys: Any) -> list[dict[bytes, int]]:
   """Positions of keys [1, K, T, H] by their bytes: presses give back keys, not positions."""
-
-  def __init__(self, keys: Any):
-    self.heads = [{row.tobytes(): i for i, row in enumerate(head)} for head in keys[0].numpy()]
-
-  def of(self, kept: Any) -> np.ndarray:
-    rows = zip(self.heads, kept[0].numpy(), strict=True)
-    return np.array([[places[row.tobytes()] for row in head] for places, head in rows])
+  return [{row.tobytes(): i for i, row in enumerate(head)} for head in keys[0].numpy()]
 
 
 def _weights(model: Transformer, c: ModelConfig, tensor: Callable[[jax.Array], Any]) -> dict:

@@ -10,8 +10,6 @@ answers each for CRUXEval, runs what a model wrote without a sandbox, and fetche
 
 import ast
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
 from kvjax.programs.evals import local, sandbox
 from kvjax.programs.evals.task import Count, Row, Task, check_length
@@ -30,9 +28,10 @@ def cruxeval_o(count: Count, *, length: int, seed: int, index: int) -> Row:
   entry = local.pick(local.read(file), "cruxeval_o", seed, index)
   file = local.path(PROMPTS, "CRUXEval, prompts", f"{_SOURCE} (inference)")
   example, question = _published(file, entry["code"], entry["input"])
-  scoring = {"input": entry["input"]}
-  parts = (example, question, "")
-  return _row(count, "cruxeval_o", length, parts, entry["output"], entry["id"], scoring)
+  check_length(length, count(example, question, "") + MAX_NEW_TOKENS)
+  how = {"about": {"id": entry["id"]}, "scoring": {"input": entry["input"]}}
+  answers = (entry["output"],)
+  return Row(example, question, "", answers, "cruxeval_o", MAX_NEW_TOKENS, **how)
 
 
 def _published(file: pathlib.Path, code: str, given: str) -> tuple[str, str]:
@@ -57,24 +56,11 @@ def humaneval(count: Count, *, length: int, seed: int, index: int) -> Row:
   entry = local.pick(local.read(file), "humaneval", seed, index)
   head = entry["prompt"].strip()
   question = f"Can you complete the following Python function?\n```python\n{head}\n```\n"
-  scoring = {name: entry[name] for name in ("prompt", "test", "entry_point")}
   parts = ("", question, "```python\n")
-  return _row(
-    count, "humaneval", length, parts, entry["canonical_solution"], entry["task_id"], scoring
-  )
-
-
-def _row(
-  count: Count,
-  task: str,
-  length: int,
-  parts: tuple[str, str, str],
-  answer: str,
-  name: str,
-  scoring: Mapping[str, Any],
-) -> Row:
   check_length(length, count(*parts) + MAX_NEW_TOKENS)
-  return Row(*parts, (answer,), task, MAX_NEW_TOKENS, about={"id": name}, scoring=scoring)
+  scoring = {name: entry[name] for name in ("prompt", "test", "entry_point")}
+  how = {"about": {"id": entry["task_id"]}, "scoring": scoring}
+  return Row(*parts, (entry["canonical_solution"],), "humaneval", MAX_NEW_TOKENS, **how)
 
 
 def literal(answer: str, row: Row) -> float:

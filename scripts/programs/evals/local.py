@@ -69,7 +69,13 @@ def read(file: pathlib.Path) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _read(file: pathlib.Path, _: int) -> Any:
-  text = _unpacked(file) if file.suffix == ".gz" else _decoded(file, file.read_bytes())
+  data = file.read_bytes()
+  try:
+    text = (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8-sig")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{file}: not UTF-8: {error}") from error
+  except (OSError, EOFError, zlib.error) as error:
+    raise ValueError(f"{file}: not a whole gzip file: {error}") from error
   if file.suffix == ".json":
     return _value(text, str(file))
   out = []
@@ -93,21 +99,6 @@ def _value(text: str, what: str) -> Any:
     code = f"\\u{ord(error.object[error.start]):04x}"
     raise ValueError(f"{what}: found a lone surrogate {code}, expected Unicode text") from error
   return value
-
-
-def _unpacked(file: pathlib.Path) -> str:
-  try:
-    data = gzip.decompress(file.read_bytes())
-  except (OSError, EOFError, zlib.error) as error:
-    raise ValueError(f"{file}: not a whole gzip file: {error}") from error
-  return _decoded(file, data)
-
-
-def _decoded(file: pathlib.Path, data: bytes) -> str:
-  try:
-    return data.decode("utf-8-sig")
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{file}: not UTF-8: {error}") from error
 
 
 def pick(entries: Sequence[Any], task: str, seed: int, index: int) -> Any:

@@ -6,8 +6,9 @@ in a long text; the question asks for the values of one or several keys.
 
 import dataclasses
 import functools
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from kvjax.programs.evals import haystack, scores
@@ -119,8 +120,8 @@ def build(
   reserved = (1 + second) * max_new_tokens
   # A word is at least one token, and every other unit is several.
   words = stream.words(length + _CONTINUATION_WORDS, source) if source else []
-  distractors = _Distractors(shape, stream, pairs, random.Random(draw.getrandbits(64)))
-
+  distractors = _distractors(shape, stream, pairs, random.Random(draw.getrandbits(64)))
+  drawn: list[str] = []  # as many of them as were needed: the first n are the same for every n
   order = draw.getrandbits(64)
 
   def places(n: int) -> list[int]:
@@ -133,7 +134,9 @@ def build(
     if shape.text == "essay":
       return before + haystack.hide_in_text(haystack.sentences(words[:n]), needles, depths)
     n += len(needles)  # one unit for each at least
-    units = [haystack.NOISE] * n if shape.text == "noise" else distractors.first(n)
+    if shape.text == "needles":
+      drawn.extend(itertools.islice(distractors, max(0, n - len(drawn))))
+    units = [haystack.NOISE] * n if shape.text == "noise" else drawn[:n]
     return before + "\n".join(haystack.insert(units, needles, places(n)))
 
   unit = {"essay": "word", "noise": "group of sentences", "needles": "needle"}[shape.text]
@@ -180,24 +183,16 @@ def _pairs(shape: Shape, stream: Stream, draw: random.Random) -> dict[str, list[
   return pairs
 
 
-class _Distractors:
-  """Needles of other keys, drawn as they are needed: the first n are the same for every n."""
-
-  def __init__(
-    self, shape: Shape, stream: Stream, pairs: dict[str, list[str]], draw: random.Random
-  ):
-    self._kinds = [stream.draw[kind] for kind in (shape.key, shape.value)]
-    self._shape, self._draw = shape, draw
-    self._used = {*pairs, *(value for values in pairs.values() for value in values)}
-    self._made: list[str] = []
-
-  def first(self, n: int) -> list[str]:
-    while len(self._made) < n:
-      key, value = (kind(self._draw) for kind in self._kinds)
-      if self._used.isdisjoint((key, value)):
-        self._used |= {key, value}
-        self._made.append(NEEDLE.format(kind=self._shape.value, key=key, value=value))
-    return self._made[:n]
+def _distractors(
+  shape: Shape, stream: Stream, pairs: dict[str, list[str]], draw: random.Random
+) -> Iterator[str]:
+  """Needles of other keys without end."""
+  used = {*pairs, *(value for values in pairs.values() for value in values)}
+  while True:
+    key, value = (stream.draw[kind](draw) for kind in (shape.key, shape.value))
+    if used.isdisjoint((key, value)):
+      used |= {key, value}
+      yield NEEDLE.format(kind=shape.value, key=key, value=value)
 
 
 def _niah(

@@ -53,8 +53,6 @@ READS = {"measured": "measured", "driver": NOMINAL, "name": NOMINAL, "given": "a
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Recommends one to three methods that fit a device, with the commands to try them."""
-
   model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "Llama-3.1-8B"
   """A shape by name (kvjax.models.io.presets), a checkpoint, a Hugging Face folder, a .gguf file or
   a model of the hub (owner/name), of which only the config is fetched."""

@@ -64,8 +64,6 @@ PACKAGES = ("jax", "jaxlib", "jax-triton", "torch", "triton", "flashinfer-python
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: what is timed, and where results go."""
-
   suite: Annotated[Suite | None, tyro.conf.Positional, common.choice()] = None
   """Suites to time."""
   quick: bool = False

@@ -33,8 +33,6 @@ from kvjax.programs.evals.streams import FITTING
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Ranks the channels of every head by what they contribute to q·k on natural text."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .npz file to write; written aside and renamed last."""
   text: Annotated[pathlib.Path | None, common.optional("FILE")] = None

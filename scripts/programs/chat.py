@@ -39,8 +39,6 @@ from kvjax.runtime import memory
 
 @dataclasses.dataclass(frozen=True)
 class Args(common.Answering):
-  """The method that the conversation begins under, and how answers are drawn."""
-
   method: Annotated[str, tyro.conf.arg(metavar="NAME")] = "full"
   """A method (/methods lists them), with settings: snapkv:window_size=16, quantised:bits=4+snapkv,
   module:Class."""

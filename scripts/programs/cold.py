@@ -45,8 +45,6 @@ HEADS = (
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Seconds until the first token of a prompt, in fresh processes."""
-
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (
     *("full", "snapkv", "longflow", "quest", "prr", "cpe"),
   )

@@ -25,8 +25,6 @@ from kvjax.programs import common
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: what is converted, and how."""
-
   source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
   """A Hugging Face folder, a .gguf file, or hf:owner/name to download from the Hugging Face hub."""
   dest: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="DEST")]

@@ -56,8 +56,6 @@ COLUMNS = {  # heads and widths
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Chat, then a needle question under every chosen KV-cache method, on a real model."""
-
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = DEFAULT
   """Methods (`kvjax methods` lists them), with settings: snapkv:window_size=16, module:Class for
   your own; or "all". The full cache always runs."""

@@ -70,8 +70,6 @@ TRACED = ("method", "budget", "length", "steps")  # what names a trace
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments of an evaluation."""
-
   tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needle", "kl")
   """Tasks or families of tasks; --list names them."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = common.USUAL

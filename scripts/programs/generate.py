@@ -41,8 +41,6 @@ from kvjax.runtime import memory, processes
 
 @dataclasses.dataclass(frozen=True)
 class Args(common.Answering):
-  """The prompt, the method, and how tokens are drawn."""
-
   prompt: Annotated[str | None, tyro.conf.Positional, common.optional("PROMPT")] = None
   """The question, or with --raw the text to continue; "-" reads it from standard input."""
   file: Annotated[pathlib.Path | None, common.optional("FILE")] = None

@@ -22,8 +22,6 @@ _NONE = "…, which has to be given"
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """The method to explain."""
-
   name: Annotated[str | None, tyro.conf.Positional, common.optional("NAME")] = None
   """A registered method, or module:Class; by default all are listed."""
 

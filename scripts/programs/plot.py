@@ -45,8 +45,6 @@ pre { background: #f5f5f5; padding: .7rem; overflow-x: auto; font-size: 13px; }
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: what is drawn, and where it is written."""
-
   results: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, common.optional("RESULTS ...")]
   """Folders of `evaluate` and files of `bench`."""
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FILE")] = pathlib.Path("report.html")

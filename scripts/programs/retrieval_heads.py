@@ -75,8 +75,6 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Args(Sizes):
-  """Scores every query head of a model on needles in natural text."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .json file to write; written aside and renamed last."""
   samples: int = 20

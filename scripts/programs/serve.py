@@ -50,8 +50,6 @@ GRACE_SECONDS = 5  # for which a server that is stopped waits for its requests
 
 @dataclasses.dataclass(frozen=True)
 class Args(common.Decoding):
-  """The model, the method, and the limits of requests."""
-
   rows: int = 8
   """Number of answers decoded together."""
   capacity: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 4096

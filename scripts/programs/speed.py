@@ -62,8 +62,6 @@ TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle o
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: what is timed, and where it is written."""
-
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """speed.jsonl is written there, or added to."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("all",)

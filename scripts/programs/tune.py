@@ -51,8 +51,6 @@ VERSIONS = ("device", "kvjax", "jax", "jaxlib")  # measurements of others are ta
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Measures this device: bandwidths, and how kernels are best cut."""
-
   tables: Annotated[
     tuple[Literal[TABLES], ...],  # type: ignore[valid-type]
     tyro.conf.Positional,

@@ -38,8 +38,6 @@ BOTH = (TAU, 1e-2)  # τ of what is not swept
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Remakes ART's studies on the q, k and v that scripts.studies.record saved."""
-
   recording: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="NPZ")]
   """A file of scripts.studies.record."""
   tile: int = 128

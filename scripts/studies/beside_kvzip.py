@@ -47,8 +47,6 @@ ROOM = 128
 
 @dataclasses.dataclass(frozen=True)
 class Args(both.Args):
-  """Scores, kept tokens and found needles of KVzip, here and in kvpress."""
-
   length: int = 1536
   """Tokens of a prompt and its answer."""
   parts: tuple[int, ...] = (16, 8, 4, 2)

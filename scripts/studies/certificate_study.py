@@ -42,8 +42,6 @@ KNOWN = "–"  # nothing is fitted
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Shares of PrHS's bounds that say something on a real model, and of those that fail."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Folder of certificates.json and certificates.txt."""
   length: int = 1024

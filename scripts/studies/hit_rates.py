@@ -31,8 +31,6 @@ NAMES = ("reuse", "hit_rate", "hit_rate_forced", "weighted_hit_rate", "missed", 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Hit rates of PRR's predictors over Quest and InfLLM-v2, as a table and a JSON file."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .json file to write; a .txt of the same name is written, too."""
   length: int = 1920

@@ -64,8 +64,6 @@ SAID_ELSEWHERE = "out", "methods", "unknown_fit", "first"
 
 @dataclasses.dataclass(frozen=True)
 class Args(Sizes):
-  """Needle recall and answers of the full cache, StreamingLLM, InfLLM and Ltri-LLM."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Folder of the answers and tables."""
   heads: Annotated[pathlib.Path | None, common.optional("FILE")] = None

@@ -31,8 +31,6 @@ GREYS = colormaps["Greys"].resampled(8)  # few levels: a small file
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Reads a text under Ltri-LLM and draws what it made of its blocks."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Folder of the pictures and numbers."""
   text: Annotated[pathlib.Path | None, common.optional("FILE")] = None

@@ -31,8 +31,6 @@ from scripts.studies import sheets
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Saves q, k and v (after RoPE, float16) of chosen layers over natural text to an .npz file."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .npz file to write; written aside and renamed last."""
   layers: tuple[int, ...] = (2, 14, 26)

@@ -59,8 +59,6 @@ Found = dict[str, dict[str, Point]]  # line of the picture -> setting -> figures
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Overlap with the oracle's selection at equal tokens attended to, of CIS and of HShare."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Folder of table and picture."""
   length: int = 1024

@@ -39,8 +39,6 @@ THETA, PHI = (0.0001, 0.95), (0.01, 0.95)
 
 @dataclasses.dataclass(frozen=True)
 class Args(Sizes):
-  """Finds θ and φ of every layer on needles in natural text."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
   """The .json file to write."""
   samples: int = 20

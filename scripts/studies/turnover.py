@@ -51,8 +51,6 @@ FAILURES = ArithmeticError, MemoryError, NotImplementedError, ValueError
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """KL to the full cache and top-1 agreement along answers of many times the budget."""
-
   out: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
   """Folder of texts, records and table."""
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = (

@@ -47,8 +47,6 @@ platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_descripti
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Counts launches of a layer's decode step."""
-
   only: str = ""
   """Only methods whose name contains it."""
   card: Annotated[str, tyro.conf.arg(metavar="NAME")] = "NVIDIA H200"

@@ -110,8 +110,6 @@ class _Calls:
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """The way from generate to the launch of attention."""
-
   each: bool = False
   """Print every frame."""
 

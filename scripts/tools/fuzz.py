@@ -54,8 +54,6 @@ VALUES: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Feeds damaged GGUF, safetensors, config and tokenizer files to the readers."""
-
   count: int = 1000
   """Damaged inputs, of all kinds in turn."""
   first: int = 0

@@ -37,8 +37,6 @@ NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # whose launches are one to the 
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Launches of decode steps."""
-
   only: str = ""
   """Only layers whose name contains it."""
   of: Annotated[pathlib.Path | None, common.optional("FOLDER")] = None

@@ -482,8 +482,6 @@ def present() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Runs what only a GPU can show."""
-
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")]
   """Logs and results."""
   only: Annotated[tuple[Literal[tuple(STEPS)], ...], tyro.conf.arg(metavar="STEP ...")] = ()  # type: ignore[valid-type]

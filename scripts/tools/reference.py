@@ -87,8 +87,6 @@ TOPICS = {
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Arguments: where the pages go."""
-
   out: Annotated[pathlib.Path, tyro.conf.arg(metavar="FOLDER")] = pathlib.Path("build/docs")
   """A page for each topic, and index.html."""
 

@@ -41,8 +41,6 @@ CHECKS = ("distinct", "seen", "within the slots", "as many as counted", "finite"
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Decodes long under eviction methods with their invariants checked all along."""
-
   methods: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ()
   """Registered methods, or module:Class; all that evict by default."""
   steps: int = 50_000

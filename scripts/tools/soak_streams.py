@@ -45,8 +45,6 @@ RESULT, SAVED = "result.json", "stream"
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Reads a stream in one process, and in several that are killed; compares their bits."""
-
   tokens: int = 20_000
   """Tokens of the stream."""
   kills: int = 4

@@ -49,8 +49,6 @@ INTEGRATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes the tables of families, devices and integrations from the tests."""
-
   junit: Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="FILE ...")] = ()
   """Reports of the tests; by default they are run."""
 

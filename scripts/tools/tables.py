@@ -32,8 +32,6 @@ FROM_TESTS = {"integrations"}  # parts that scripts.tools.support_table writes
 
 @dataclasses.dataclass(frozen=True)
 class Args:
-  """Writes the tables of README and of the results from the result files."""
-
   check: bool = False
   """Writes nothing: shows what differs, with exit status 1 if anything does."""
   documents: Annotated[pathlib.Path, common.optional("FOLDER")] = ROOT

@@ -26,7 +26,7 @@ _PIECE = 1 << 20  # numbers that are read together
 
 def save(path: pathlib.Path, item: Item) -> None:
   """Writes an item; its arrays are named by their place in it, "attention.wqkv" say."""
-  arrays = {name: np.ascontiguousarray(x) for name, x in _named(item).items()}
+  arrays = {name: np.ascontiguousarray(x) for name, x in named(item).items()}
   if path.suffix == ".orbax":
     orbax.save(path, arrays, {name: _heads(name) for name in arrays})
     return
@@ -46,7 +46,7 @@ def load(path: pathlib.Path, target: Item) -> Item:
     FileNotFoundError: there is no such file.
     ValueError: it is damaged, or its arrays are others.
   """
-  wanted, tree = _named(target), jax.tree.structure(target)
+  wanted, tree = named(target), jax.tree.structure(target)
   if path.suffix == ".orbax":
     read = orbax.load(path, wanted)
     return jax.tree.unflatten(tree, [read[name] for name in wanted])
@@ -71,8 +71,8 @@ def _heads(name: str) -> tuple[int, ...]:
   return tuple(i for i, axis in enumerate(axes) if axis == "kv_heads")
 
 
-def _named(item: Item) -> dict[str, Any]:
-  """The arrays of an item by their place in it, in the order of its leaves."""
+def named(item: Item) -> dict[str, Any]:
+  """The arrays of an item by path, in the order of its leaves: {"a": {"b": x}} has "a.b"."""
   leaves = jax.tree_util.tree_leaves_with_path(item)
   return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 

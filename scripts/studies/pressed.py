@@ -139,7 +139,8 @@ class Pressed:
         scores.clear()
         cos, sin = kwargs["position_embeddings"]
         expected = oracle(module, hidden_states, keys, len(answer), (cos, sin))
-        where = _places(keys)
+        # By their bytes: presses give back keys, not positions.
+        where = [{x.tobytes(): i for i, x in enumerate(head)} for head in keys[0].numpy()]
         for key, cut in cuts.items():
           n, mine = cut.read, kept[key]
           k, v, hidden = keys[:, :, :n].clone(), values[:, :, :n].clone(), None
@@ -257,18 +258,13 @@ def alike(kept: Mapping[Any, Kept]) -> list[list[Any]]:
 
 
 def _shown(keys: Any, where: list[dict[bytes, int]], hidden: Any) -> list[np.ndarray]:
-  """Positions of keys by head, less the hidden slots."""
+  """Positions of keys [1, K, n, H] by head, less the hidden slots; `where` has them by bytes."""
   rows = zip(where, keys[0].numpy(), strict=True)
   positions = [np.array([places[row.tobytes()] for row in head]) for places, head in rows]
   if hidden is None:
     return positions
   _, heads, at = (x.numpy() for x in hidden)
   return [np.delete(own, at[heads == head]) for head, own in enumerate(positions)]
-
-
-def _places(keys: Any) -> list[dict[bytes, int]]:
-  """Positions of keys [1, K, T, H] by their bytes: presses give back keys, not positions."""
-  return [{row.tobytes(): i for i, row in enumerate(head)} for head in keys[0].numpy()]
 
 
 def _weights(model: Transformer, c: ModelConfig, tensor: Callable[[jax.Array], Any]) -> dict:

@@ -31,7 +31,7 @@ from kvjax.kernels.common.devices import slug
 from kvjax.methods import labels
 from kvjax.models.decode.generate import generate
 from kvjax.models.decode.streams import PromptStream
-from kvjax.models.io import convert
+from kvjax.models.io import convert, items
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives import host_memory
 from kvjax.programs import common, console
@@ -95,10 +95,8 @@ def read(args: Args, folder: pathlib.Path) -> None:
       stream.save(folder / SAVED)
       saved = int(stream.seen[0])
   logits, caches = stream.finish(room=STEPS)
-  found = {"logits": bits(logits)} | {
-    f"layer{jax.tree_util.keystr(path, simple=True, separator='.')}": bits(x)
-    for path, x in jax.tree_util.tree_flatten_with_path(caches)[0]
-  }
+  found = {"logits": bits(logits)}
+  found |= {f"layer{name}": bits(x) for name, x in items.named(caches).items()}
   answer, _ = generate(model, logits, caches, method, steps=STEPS)
   made = {"method": repr(method), "seen": int(stream.seen[0]), "tokens": answer.tokens[0].tolist()}
   common.write(folder / RESULT, {**made, "bits": {**found, "last": bits(answer.last)}})

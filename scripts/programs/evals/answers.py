@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Asked:
-  """A row between its prompt and its result.
-
-  Attributes:
-    index: its number in the cell.
-    timing: seconds so far.
-    facts: what else its result says.
-    scores: of its answers, by the number of the question.
-  """
+  """A row between its prompt and its result; scores are by the number of the question."""
 
   index: int
   timing: dict[str, Any]

@@ -5,7 +5,6 @@ there, the asked pair is moved to a place and the others keep their order.
 """
 
 import functools
-from collections.abc import Sequence
 
 from kvjax.programs.evals import haystack, local, scores
 from kvjax.programs.evals.task import Count, Row, Task, check_length, rng
@@ -34,22 +33,17 @@ def _build(
   if second:  # two places further on, in a circle
     place = places[(places.index(place) + 2) % PLACES]
     asked.append(placed[place])
-  context = f"{_BEFORE}\n\nJSON data:\n{_json(placed)}\n"
-  rows = [_asked(task, *pair) for pair in asked]
+  lines = ",\n ".join(f'"{key}": "{value}"' for key, value in placed)  # as it was published
+  context = f"{_BEFORE}\n\nJSON data:\n{{{lines}}}\n"
+  rows = [
+    Row("", f'\nKey: "{key}"\nCorresponding value:', "", (value,), task, MAX_NEW_TOKENS)
+    for key, value in asked
+  ]
   used = count(context, *(text for row in rows for text in (row.question, "")))
   check_length(length, used + len(rows) * MAX_NEW_TOKENS)
   about = {"place": place, "depth": place / (len(pairs) - 1)}
   first, later = rows[0], rows[1] if second else None
   return Row(context, first.question, "", first.answers, task, MAX_NEW_TOKENS, "", about, {}, later)
-
-
-def _asked(task: str, key: str, value: str) -> Row:
-  return Row("", f'\nKey: "{key}"\nCorresponding value:', "", (value,), task, MAX_NEW_TOKENS)
-
-
-def _json(pairs: Sequence[tuple[str, ...]]) -> str:
-  """A line a pair, as the published prompts have it."""
-  return "{" + ",\n ".join(f'"{key}": "{value}"' for key, value in pairs) + "}"
 
 
 def _name(keys: int) -> str:

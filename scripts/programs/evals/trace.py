@@ -11,6 +11,7 @@ import numpy as np
 import kvjax
 from kvjax.models.decode import by_layer
 from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.io import items
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 
@@ -30,7 +31,7 @@ def trace(
   step, reports = stepper(model, method), []
   for _ in range(steps):
     logits, caches, report = step(caches, jnp.argmax(logits, -1).astype(jnp.int32))
-    means = [{name: x.mean() for name, x in flat(layer).items()} for layer in report]
+    means = [{name: x.mean() for name, x in items.named(layer).items()} for layer in report]
     reports.append(jax.device_get(means))
   names = sorted({name for report in reports for layer in report for name in layer})
   out = {
@@ -54,12 +55,6 @@ def stepper(model: Transformer, method: kvjax.Method) -> Callable[[Caches, Any],
 def _step(graph: Any, leaves: Any, method: kvjax.Method, caches: Caches, token: Any) -> Any:
   logits, caches, reports = join(graph, leaves).decode(token, caches, method, with_aux=True)
   return logits, offload.settled(caches), reports
-
-
-def flat(report: dict[str, Any]) -> dict[str, Any]:
-  """The arrays of a report by path: {"a": {"b": x}} has "a.b"."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(report)
-  return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
 def plain(reports: dict[str, np.ndarray]) -> dict[str, list[list[float | None]]]:

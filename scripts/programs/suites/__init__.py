@@ -303,18 +303,22 @@ def torch_contender(
   return Contender(name, seconds, first)
 
 
+def torch_sdpa(name: str, *tensors: Any, **how: Any) -> Any:
+  """torch's attention by one of its backends: "torch flash" or "torch cuDNN"."""
+  import torch
+  from torch.nn.attention import SDPBackend, sdpa_kernel
+
+  backend = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
+  with sdpa_kernel(backend[name]):
+    return torch.nn.functional.scaled_dot_product_attention(*tensors, **how)
+
+
 def torch_attention(
   name: str, q: tuple[int, ...], kv: tuple[int, ...], *, calls: int = 8, **how: Any
 ) -> Contender:
   """torch's attention over drawn bfloat16 of these shapes, as "torch flash" says; timed only."""
   import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
 
-  backend = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION}
   drawn = [torch.randn(x, dtype=torch.bfloat16, device="cuda") for x in (q, kv, kv)]
-
-  def attend(*tensors: Any) -> Any:
-    with sdpa_kernel(backend[name]):
-      return torch.nn.functional.scaled_dot_product_attention(*tensors, **how)
-
+  attend = functools.partial(torch_sdpa, name, **how)
   return dataclasses.replace(torch_contender(name, attend, [(*drawn,)], calls=calls), output=None)

@@ -137,28 +137,20 @@ def _tokamax(inputs: list[tuple], shape: Shape, calls: int) -> Contender:
 
 def _torch_sdpa(tensors: list[tuple], shape: Shape, calls: int) -> list[Contender]:
   """PyTorch's backends, with the queries of a group either as a query axis or as heads."""
-  import torch
-  from torch.nn.attention import SDPBackend, sdpa_kernel
 
-  sdpa = torch.nn.functional.scaled_dot_product_attention
-
-  def contender(name: str, backend: Any, as_heads: bool) -> Contender:
+  def contender(name: str, label: str, as_heads: bool) -> Contender:
     def attend(q, k, v):
-      heads = _as_heads(q) if as_heads else q
-      with sdpa_kernel(backend):
-        return sdpa(heads, k, v, enable_gqa=as_heads and shape.groups > 1).reshape(q.shape)
+      heads, grouped = _as_heads(q) if as_heads else q, as_heads and shape.groups > 1
+      return suites.torch_sdpa(name, heads, k, v, enable_gqa=grouped).reshape(q.shape)
 
-    return torch_contender(name, attend, tensors, calls=calls)
+    return torch_contender(label, attend, tensors, calls=calls)
 
   made = []
-  for name, backend in (
-    ("torch cuDNN", SDPBackend.CUDNN_ATTENTION),
-    ("torch flash", SDPBackend.FLASH_ATTENTION),
-  ):
+  for name in ("torch cuDNN", "torch flash"):
     # With one query per KV head both layouts are the same.
     for as_heads in (False, True) if shape.groups > 1 else (False,):
       label = f"{name} (heads)" if as_heads else name
-      made += optional(label, lambda: contender(label, backend, as_heads))  # noqa: B023
+      made += optional(label, functools.partial(contender, name, label, as_heads))
   return made
 
 

@@ -9,7 +9,6 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvjax.models.io import families, fetch, huggingface
 from kvjax.models.io import gguf as gguf_file
-from kvjax.models.io.token_backends import byte_of_character
 from tests import tiny_hf
 
 D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
@@ -19,7 +18,11 @@ TEMPLATE = (
   "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
   "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOKENS = [*SPECIALS, *byte_of_character(), *(merge.replace(" ", "") for merge in MERGES)]
+# GPT-2's table (Radford et al., 2019): printable bytes stand for themselves.
+_KEPT = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
+_MOVED = (byte for byte in range(256) if byte not in _KEPT)
+BYTES = {**{chr(b): b for b in _KEPT}, **{chr(256 + n): b for n, b in enumerate(_MOVED)}}
+TOKENS = [*SPECIALS, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
 V = len(TOKENS)
 
 

@@ -159,7 +159,10 @@ class GGUF(Source):
       self.refuse("attention.value_length", size, f"the head size {head_dim}")
     if not self._entry("attention.causal", True):
       self.refuse("attention.causal", False, "True or no entry")
-    experts = self._experts() if "router" in family.names else {}
+    experts = {}
+    if "router" in family.names:  # llama.cpp makes weights sum to 1 in all that are read here
+      experts["experts"] = self._entry("expert_count")
+      experts["experts_per_token"] = self._entry("expert_used_count")
     if self._entry("expert_count", 0) and not experts:
       self.refuse("expert_count", self._entry("expert_count"), "none")
     embedding = self._tensors.get("token_embd.weight")
@@ -220,13 +223,6 @@ class GGUF(Source):
       expected = f"a number, or {layers} booleans"
       self.refuse("attention.sliding_window_pattern", repr(pattern), expected)
     return [None if pattern and (i + 1) % pattern == 0 else window for i in range(layers)]
-
-  def _experts(self) -> dict[str, Any]:
-    """Flags of a mixture of experts; llama.cpp makes weights sum to 1 in all that are read here."""
-    return {
-      "experts": self._entry("expert_count"),
-      "experts_per_token": self._entry("expert_used_count"),
-    }
 
   def _rope(self, head_dim: int) -> Rope:
     share = self.family.defaults.get("partial_rotary_factor", 1.0)

@@ -1,12 +1,7 @@
-"""Backends of tokenizers: how text is cut, and which tokens the pieces become.
-
-Two kinds of byte-pair encoding are known: over bytes spelled as printable characters (GPT-2's way),
-and over text with spaces spelled ▁ and rare bytes as <0x..> tokens (SentencePiece's way).
-"""
+"""Backends of tokenizers: how text is cut, and which tokens the pieces become."""
 
 from __future__ import annotations
 
-import functools
 import json
 import pathlib
 from collections.abc import Callable
@@ -172,11 +167,3 @@ def sentencepiece(
     after.append(decoders.Strip(" ", 1, 0))
   backend.decoder = decoders.Sequence(after)
   return backend
-
-
-@functools.cache
-def byte_of_character() -> dict[str, int]:
-  """GPT-2's table (Radford et al., 2019): printable bytes stand for themselves."""
-  keep = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
-  moved = (byte for byte in range(256) if byte not in keep)
-  return {**{chr(b): b for b in keep}, **{chr(256 + n): b for n, b in enumerate(moved)}}

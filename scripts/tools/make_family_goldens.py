@@ -1,6 +1,4 @@
-"""For developers: make the golden logits of tiny models of every family.
-
-Makes tests/goldens/families.npz: logits of tiny models of every family, by transformers.
+"""For developers: make the golden logits of tiny models of every family, families.npz.
 
 Every case of tests/tiny_hf.py is written as a Hugging Face folder, with weights from a NumPy seed,
 and read back by transformers on the CPU in float32; of the logits a few positions per case are

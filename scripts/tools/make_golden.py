@@ -1,10 +1,9 @@
 """For developers: make the golden logits of SmolLM2 with an independent loader.
 
-Makes tests/goldens/smollm2.npz and smollm2_tokenizer.json with an independent loader.
-
-Hugging Face transformers reads the same GGUF file on the CPU in float32 (its own dequantisation,
-its own rotary convention) and scores natural text; of the text only token ids are stored. Run it
-in an environment of its own, which needs neither JAX nor this library:
+For tests/goldens/smollm2.npz and smollm2_tokenizer.json Hugging Face transformers reads the same
+GGUF file on the CPU in float32 (its own dequantisation, its own rotary convention) and scores
+natural text; of the text only token ids are stored. Run it in an environment of its own, which
+needs neither JAX nor this library:
 
     pip install torch transformers gguf regex
     python scripts/tools/make_golden.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf --text SPEECH.txt ...

@@ -8,9 +8,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.models.io.token_backends import byte_of_character
 from kvjax.models.io.tokenizer import Tokenizer
-from tests.tiny_gguf import TOKENS, metadata
+from tests.tiny_gguf import BYTES, TOKENS, metadata
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +62,7 @@ def test_stream_gives_the_same_text_and_no_half_characters(tokenizer, ids):
   stream = tokenizer.stream()
   text = "".join([*(stream.feed(i) for i in ids), stream.flush()])
   assert text == tokenizer.decode(ids)
-  table = byte_of_character()
-  data = bytes(table[c] for i in ids if not tokenizer.is_special(i) for c in TOKENS[i])
+  data = bytes(BYTES[c] for i in ids if not tokenizer.is_special(i) for c in TOKENS[i])
   assert text == data.decode("utf-8", "replace")
 
 

@@ -22,8 +22,6 @@ Measure = Callable[[Cost], float]
 Looks = dict[str, dict[str, Any]]  # colour and marker by method
 
 _MARKERS = "osD^vP*X<>hdp8H"
-
-
 _PANELS: tuple[tuple[str, Measure], ...] = (
   ("ms a token: median step of the batch", lambda cost: cost.milliseconds),
   ("GB kept on the device, a row", lambda cost: cost.kept),

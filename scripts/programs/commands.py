@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 
 from kvjax import __version__
-from kvjax.programs.installed import in_checkout, is_here, summary
+from kvjax.programs.installed import file_of, in_checkout, summary
 
 # What users call -> the module, under the heading that the help shows.
 COMMANDS = {
@@ -69,7 +69,7 @@ _EXAMPLES = """examples:
 def _listing() -> str:
   lines = []
   for heading, group in COMMANDS.items():
-    here = {name: module for name, module in group.items() if is_here(module)}
+    here = {name: module for name, module in group.items() if file_of(module)}
     if here:
       lines += [f"{heading}:", *(f"  {name:18} {summary(m)}" for name, m in here.items()), ""]
   if in_checkout():
@@ -109,7 +109,7 @@ def main() -> None:
     return
   given = parser.parse_args()
   module = MODULES[given.command]
-  if not is_here(module):
+  if not file_of(module):
     parser.exit(1, f"error: {given.command} is a study, expected in a checkout of kvjax\n")
   name = module.rpartition(".")[2]
   sys.argv = [f"{name}.py", *given.arguments]  # as `python -m` has them

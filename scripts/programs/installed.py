@@ -15,11 +15,6 @@ def in_checkout() -> bool:
   return "scripts" in _FOLDERS
 
 
-def is_here(module: str) -> bool:
-  """True for a program of this installation; those of `scripts` are in a checkout only."""
-  return file_of(module) is not None
-
-
 def modules(package: str, besides: Sequence[str] = ()) -> dict[str, str]:
   """The modules of a folder of programs by their names, but for `besides`; {} if it is not here."""
   found = file_of(f"{package}.__init__")
@@ -37,7 +32,7 @@ def summary(module: str) -> str:
 
 
 def file_of(module: str) -> pathlib.Path | None:
-  """File of a program; None: not in this installation."""
+  """File of a program; None: not in this installation, as those of `scripts` in a wheel."""
   for package, folder in _FOLDERS.items():
     path = folder.joinpath(*module.removeprefix(f"{package}.").split(".")).with_suffix(".py")
     if module.startswith(f"{package}.") and path.is_file():

@@ -67,10 +67,14 @@ YARDSTICKS = ("topk_oracle", "random")
 
 
 @functools.lru_cache(1024)
+def _named(label: str) -> kvjax.Method:
+  return labels.instance(label, 1024, "--methods")
+
+
 def of(label: str) -> Family:
   """Family of a method, by what its class declares; of names that this machine lacks, OTHERS."""
   try:
-    method = labels.instance(label, 1024, "--methods")
+    method = _named(label)
   except (ImportError, TypeError, ValueError):
     return OTHERS
   if isinstance(method, kvjax.Full):

@@ -85,7 +85,7 @@ def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
 
 
 def _listed(text: str) -> list[str]:
-  """What stands between commas, but for those inside of brackets."""
+  """Pieces of a text between its commas, but for those inside of brackets."""
   depth, found = 0, [""]
   for char in text:
     depth += (char in "([{") - (char in ")]}")

@@ -66,7 +66,7 @@ def taken(method, stream, impl, layer, steps=5, lengths=LENGTHS):
 
 
 def alike(method, stream, layer, *names, atol=2e-5, **how):
-  """What is `taken` by kernels and by the reference: outputs are alike, and so are some reports."""
+  """Steps `taken` by kernels and by the reference, whose outputs and reports are alike."""
   kernels, plain = (taken(method, stream, impl, layer, **how) for impl in ("pallas", "reference"))
   for out, by, want, of in zip(*kernels[:2], *plain[:2], strict=True):
     np.testing.assert_allclose(out, want, atol=atol)

@@ -40,7 +40,8 @@ class LongFlow(SnapKV):
     window_size, pool, reduce: of the prompt's cut, see SnapKV.
     per: "kv_head", each KV head has a victim of its own, or "layer", all heads of a layer share
       one, named by the sum of their scores (`repo`).
-    sinks: first tokens that never leave (the paper protects none).
+    sinks: first tokens that never leave (the paper protects none; of a model that leans on them,
+      answers longer than a small budget do not end without a few).
     recent: newest tokens that are not evicted, the newest itself among them.
   """
 

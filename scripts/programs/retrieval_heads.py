@@ -296,7 +296,13 @@ def gates(found: np.ndarray, kv_heads: int) -> np.ndarray:
 
 
 def needles(tokenizer: Tokenizer, args: Args) -> list[Sample]:
-  """Prompts with a needle each, at `depths`, whose value is to be copied; nothing is of a test."""
+  """Prompts with one needle each, whose value is to be copied; nothing in them is of a test.
+
+  Depths are even over what stands after the first tokens and leaves the window.
+
+  Raises:
+    ValueError: nothing does.
+  """
   every = depths(args, args.length, args.samples, FITTING.rng(TASK, args.seed, -1))
   count, samples = Reader(tokenizer).count, []
   for index, depth in enumerate(every):

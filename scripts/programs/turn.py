@@ -132,7 +132,11 @@ def pieces(method: Method, length: int, short: int = LEAST) -> int | None:
 def check_context(model: Transformer, method: Method, seen: int, new: int, what: str) -> None:
   """Warns before anything is read where a row will outgrow the model's context, once a program.
 
-  It has seen so many tokens, and gets new ones, which messages call `what`.
+  Args:
+    model, method: what reads it.
+    seen: tokens that are cached.
+    new: tokens that follow, of prompt and answer.
+    what: names these.
 
   Raises:
     ValueError: the model was converted for fewer tokens.

@@ -301,6 +301,12 @@ REAL = {
     "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
     f"--memory 14 --trace 8 --budgets 4096 --methods {CPES}",
   ),
+  "real_32K_cpe_seed1": real(
+    "32K_cpe_seed1",
+    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
+    "--seed 1 --memory 14 --trace 8 --budgets 4096 "
+    "--methods cis:block=4,tau=-1,radius=0 cpe:block=4,tau=-1,radius=0",
+  ),
   "speed_32K_cpe": speed("32K_cpe", f"--lengths 32768 --batches 8 --budgets 4096 --methods {CPES}"),
   "real_heads": Step(
     "kvjax.programs.retrieval_heads {out}/real_heads.json --pattern {out}/real_gates.tsv "

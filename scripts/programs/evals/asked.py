@@ -72,7 +72,11 @@ class Settings:
 
 
 def _sampling(told: dict[str, Any]) -> Sampling:
-  """The way tokens are drawn; takes what it reads out of `told`."""
+  """The way tokens are drawn; takes what it reads out of `told`.
+
+  Raises:
+    ValueError: a value is not possible.
+  """
   sample = told.pop("do_sample", None)
   if sample not in (True, False, None):
     raise ValueError(f"do_sample: found {sample!r}, expected True or False")

@@ -114,7 +114,11 @@ class Store:
       )
 
   def _note(self, folder: pathlib.Path, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of a folder's rows that are not there yet, which are now; others must be the same."""
+    """Those of a folder's rows that are not there yet, which are now.
+
+    Raises:
+      ValueError: a row comes from something else than those that are there.
+    """
     new = {}
     for row in rows:
       asked = self._samples.setdefault(sample(row), row)

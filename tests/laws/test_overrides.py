@@ -5,7 +5,6 @@ it comes out as by the reference; or a kernel that would pass it by refuses as s
 traced, and says which move, and "auto" takes the reference.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -542,74 +541,57 @@ def test_pieces_of_a_prompt_follow_an_override_of_active():
 # ---- names
 
 
-def test_names_of_before_say_what_is_expected_now():
-  """All of them, where they are defined in a method of one's own."""
-  for name, now in forms.MOVED.items():
-    with pytest.raises(TypeError, match=rf"^Own\.{name}: .* expected {now} \(MOVING\.md\)"):
-      type("Own", (Full,), {name: lambda self: None})
-
-
-def test_constructors_of_before_say_where_they_are_now():
-  for name in forms.SETTINGS:
-    with pytest.raises(TypeError, match=rf"^Own\.{name}: .*register\(Own, {name}=...\) beside"):
-      type("Own", (Full,), {name: classmethod(lambda cls, budget: cls())})
-
-
-@pytest.mark.parametrize(
-  ("base", "own", "message"),
-  [
-    (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
-    (Bounded, {"traist": True}, r"Own\.traist: .*\(is traits meant\?\)"),
-    (Wrapper, {"victm": property(len)}, r"Own\.victm: .*\(is victim meant\?\)"),
-    (Selective, {"scor": by_first_channel}, r"Own\.scor: .*\(is score meant\?\)"),
-    (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
-  ],
-)
-def test_a_public_name_that_is_no_move_is_refused(base, own, message):
-  with pytest.raises(TypeError, match=message):
-    type("Own", (base,), own)
-
-
-@pytest.mark.parametrize(
-  ("base", "own", "message"),
-  [
-    (
-      Full,
-      "plan",
-      r"Own\.plan: found parameters \(self, at, cache\) \(too many .*, visible, carry",
-    ),
-    (Selective, "score", r"Own\.score: .*, expected those of score\(self, at, cache, q, visible\)"),
-    (Wrapper, "victim", None),
-  ],
-)
-def test_a_move_of_other_parameters_is_refused(base, own, message):
-  """As those of before 0.3, which were not handed the plan of all visible slots."""
-  with pytest.raises(TypeError, match=message) if message else contextlib.nullcontext():
-    type("Own", (base,), {own: lambda self, at, cache: None})
-
-
-@pytest.mark.parametrize(
-  ("base", "move", "form", "now"),
-  [
-    (
-      *(Bounded, "rank", lambda self, at, staged, q, qpos, attended, prompt: None),
-      "rank(self, at, turn)",
-    ),
-    (
-      *(Wrapper, "keep", lambda self, at, cache, new, q, qpos, attended, prompt: None),
-      "keep(self, at, cache, turn, new)",
-    ),
-    (
-      *(PromptScored, "score", lambda self, at, staged, past, q, qpos, attended: None),
-      "score(self, at, turn, past)",
-    ),
-  ],
-)
-def test_moves_of_a_prompt_take_a_turn(base, move, form, now):
-  """Those of before 0.3 took what is in it one by one."""
+def of_turn(base, move, form, now):
+  """A refusal of a prompt's move as it was before 0.3, when what is in a turn came one by one."""
   found = re.escape(f"{inspect.signature(form)}")
-  with pytest.raises(TypeError, match=rf"Own\.{move}: .* {found} .*those of {re.escape(now)}"):
-    type("Own", (base,), {move: form})
+  return base, {move: form}, rf"Own\.{move}: .* {found} .*those of {re.escape(now)}"
+
+
+# What a class may not define, as a public name or with such parameters, and what it is told.
+NAMES = [
+  *(
+    (Full, {name: lambda self: None}, rf"^Own\.{name}: .* expected {now} \(MOVING\.md\)")
+    for name, now in forms.MOVED.items()
+  ),
+  *(
+    (Full, {name: classmethod(len)}, rf"^Own\.{name}: .*register\(Own, {name}=...\) beside")
+    for name in forms.SETTINGS
+  ),
+  (Full, {"windw": narrow_window}, r"Own\.windw: .* no move \(is window meant\?\), .*of Full"),
+  (Bounded, {"traist": True}, r"Own\.traist: .*\(is traits meant\?\)"),
+  (Wrapper, {"victm": property(len)}, r"Own\.victm: .*\(is victim meant\?\)"),
+  (Selective, {"scor": by_first_channel}, r"Own\.scor: .*\(is score meant\?\)"),
+  (Full, {"zzz": staticmethod(len)}, r"Own\.zzz: .* no move, expected a move of Full, or a name"),
+  # Moves of before 0.3 were not handed the plan of all visible slots.
+  (
+    Full,
+    {"plan": first_slot},
+    r"Own\.plan: found parameters \(self, at, cache\) \(too many .*, visible, carry",
+  ),
+  (
+    Selective,
+    {"score": first_slot},
+    r"Own\.score: .*, expected those of score\(self, at, cache, q, visible\)",
+  ),
+  of_turn(
+    *(Bounded, "rank", lambda self, at, staged, q, qpos, attended, prompt: None),
+    "rank(self, at, turn)",
+  ),
+  of_turn(
+    *(Wrapper, "keep", lambda self, at, cache, new, q, qpos, attended, prompt: None),
+    "keep(self, at, cache, turn, new)",
+  ),
+  of_turn(
+    *(PromptScored, "score", lambda self, at, staged, past, q, qpos, attended: None),
+    "score(self, at, turn, past)",
+  ),
+]
+
+
+@pytest.mark.parametrize(("base", "own", "message"), NAMES)
+def test_what_a_class_may_not_define(base, own, message):
+  with pytest.raises(TypeError, match=message):
+    named(base, **own)
 
 
 def test_a_plan_that_forgets_what_queries_see_is_refused():

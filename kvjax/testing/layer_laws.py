@@ -8,11 +8,11 @@ import chex
 import jax
 import numpy as np
 from jax.experimental import checkify
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from kvjax.core.context import Env
 from kvjax.ops import shared_slots
+from kvjax.runtime import sharding
 from kvjax.testing.cases import STEPS, Case, Told, finite, law, logits_of, raises
 from kvjax.testing.layer import Layer, Stream
 from kvjax.testing.tiny import CAPACITY, CLOSE
@@ -114,13 +114,9 @@ def heads_sharded_over_two_devices(case):
   uneven = case.tight.traits.uneven
   if uneven is not None and (why := uneven(whole.spec, 2)):
     raise unittest.SkipTest(f"refused over two devices: {why}")
-  at = split.method.at(dataclasses.replace(split.at.env, head_axis="heads"), TOP)
-  mesh, heads = Mesh(np.array(jax.devices()[:2]), ("heads",)), P(None, "heads")
-  kinds = {"slots": heads, "heads": heads, "rows": P()}
-  shelves: dict[str, Any] = {
-    x: dict.fromkeys(getattr(split.cache, x), kind) for x, kind in kinds.items()
-  }
-  specs = dataclasses.replace(split.cache, **shelves)
+  mesh, heads = sharding.make_mesh(2), P(None, "heads")
+  at = split.method.at(sharding.on_mesh(split.at.env, mesh), TOP)
+  specs = sharding.cache_specs(split.cache, split.method)
 
   def sharded(move):
     def run(wo, cache, q, k, v, told, carry):
@@ -128,8 +124,7 @@ def heads_sharded_over_two_devices(case):
       return getattr(split.method, move)(at, cache, q, k, v, told, carry)[:2]
 
     given = P("heads"), specs, heads, heads, heads, P(), P()
-    how: dict[str, Any] = {"mesh": mesh, "in_specs": given, "out_specs": (heads, specs)}
-    both = jax.jit(jax.shard_map(run, **how, check_vma=False))
+    both = jax.jit(sharding.shard_map(run, mesh, given, (heads, specs)))
 
     def call(*args):
       *arrays, told, carry = args

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import kvjax
 from kvjax import CacheSpec, Env, Full, Plan, Quest, Span
 from kvjax.ops import slot_shards
+from kvjax.runtime import sharding
 from tests.meshes import mesh_of
 
 B, K = 2, 3
@@ -20,10 +21,8 @@ def spread(parts, run, inputs, outputs, method=None):
   """`run(at, ...)` jitted over so many devices; P("slots") where a device gets or gives a part."""
   mesh = mesh_of(slots=parts)
   method = Full() if method is None else method
-  at = method.at(kvjax.runtime.sharding.on_mesh(Env(4, impl="reference"), mesh), 0)
-  return jax.jit(
-    kvjax.runtime.sharding.shard_map(functools.partial(run, at), mesh, inputs, outputs)
-  )
+  at = method.at(sharding.on_mesh(Env(4, impl="reference"), mesh), 0)
+  return jax.jit(sharding.shard_map(functools.partial(run, at), mesh, inputs, outputs))
 
 
 SLOTS = P(None, None, "slots")
@@ -115,7 +114,7 @@ def test_summaries_of_a_turn_are_those_of_the_whole_cache(start):
       at, cache, method.summarise, jnp.asarray(start, jnp.int32), tokens
     )
 
-  specs = kvjax.runtime.sharding.cache_specs(cache, method)
+  specs = sharding.cache_specs(cache, method)
   got = spread(2, run, (specs,), specs, method)(cache)
   for b, p in np.ndindex(B, 32 // page):
     first, last = p * page, min((p + 1) * page, used[b])

@@ -37,6 +37,7 @@ from kvjax import (
 from kvjax.families import entrance, sight
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.ops import prefill, table
+from kvjax.runtime import sharding
 from kvjax.testing.layer import Layer, Stream, softmax_average
 from tests.kernels.listed import alike, taken
 from tests.meshes import mesh_of
@@ -171,14 +172,14 @@ def test_a_span_of_every_head_over_slots_on_two_devices():
   pos = jnp.where(jnp.arange(16) < seen[:, None], jnp.arange(16), -1)
   pos = jnp.broadcast_to(pos[:, None], k.shape[:3])
   cache = cache.put(slots={"k": k, "v": v, "pos": pos}, rows={"seen": seen, "used": seen})
-  specs, alike = kvjax.runtime.sharding.cache_specs(cache, method), PartitionSpec()
-  at = method.at(kvjax.runtime.sharding.on_mesh(env("reference"), mesh), 0)
+  specs, alike = sharding.cache_specs(cache, method), PartitionSpec()
+  at = method.at(sharding.on_mesh(env("reference"), mesh), 0)
 
   def attended(cache, q):
     return method.attend(at, cache, sight.visible(at, cache), q).state.o
 
   q = stream.q[..., 0, :]
-  out = jax.jit(kvjax.runtime.sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
+  out = jax.jit(sharding.shard_map(attended, mesh, (specs, alike), alike))(cache, q)
   for b, h, g in np.ndindex(2, 3, 3):
     see = [s for s in range(seen[b] - h - 1) if s < 2 or s >= 3 * (h + 1)]
     want = softmax_average(stream.k[b, h, see] @ q[b, h, g] / 4.0, stream.v[b, h, see])
@@ -205,20 +206,17 @@ def test_a_token_enters_split_slots_by_the_kernel():
   mesh, method = mesh_of(slots=2), Full()
   cache = kvjax.Cache.empty(method, CacheSpec(4, 16, 3, 2, 8, 1, jnp.float32), 0)
   seen = jnp.array([7, 8, 16, 3])
-  live, specs = (
-    jnp.array([True, True, True, False]),
-    kvjax.runtime.sharding.cache_specs(cache, method),
-  )
+  live, specs = jnp.array([True, True, True, False]), sharding.cache_specs(cache, method)
   q, k, v = (
     jax.random.normal(jax.random.key(i), (4, 3, *size))
     for i, size in enumerate([(2, 8), (8,), (8,)])
   )
 
   def entered(impl):
-    at = method.at(kvjax.runtime.sharding.on_mesh(env(impl), mesh), 0)
+    at = method.at(sharding.on_mesh(env(impl), mesh), 0)
     enter = functools.partial(entrance.enter_token, at)
     alike = PartitionSpec()
-    run = kvjax.runtime.sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
+    run = sharding.shard_map(enter, mesh, (specs, *[alike] * 4), (alike, specs))
     return jax.jit(run)(cache.put(rows={"seen": seen, "used": seen}), q, k, v, live)
 
   found, wanted = (jax.tree.leaves(entered(impl)) for impl in ("pallas", "reference"))
@@ -243,8 +241,8 @@ def test_a_prompt_that_all_devices_have_is_shared_by_heads(heads):
     return found.state.o, found.state.m, found.visited
 
   alike = PartitionSpec()
-  spread = functools.partial(attended, kvjax.runtime.sharding.on_mesh(env("reference"), mesh))
-  found = jax.jit(kvjax.runtime.sharding.shard_map(spread, mesh, (), alike))()
+  spread = functools.partial(attended, sharding.on_mesh(env("reference"), mesh))
+  found = jax.jit(sharding.shard_map(spread, mesh, (), alike))()
   wanted = jax.jit(lambda: attended(env("reference")))()
   for a, b in zip(found, wanted, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-6)

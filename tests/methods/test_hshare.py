@@ -1,6 +1,5 @@
 """HShare against a NumPy float64 oracle: who shares with whom, the sets of every step, outputs."""
 
-import dataclasses
 import functools
 import math
 
@@ -8,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from kvjax import Env, HShare
 from kvjax.methods.hshare import sharing
+from kvjax.runtime import sharding
 from kvjax.testing.layer import Stream
 from tests.oracles import attend, probabilities
 from tests.selection import Watched, choose
@@ -167,22 +165,9 @@ def test_layers_decide_alike_on_all_shards():
   want = [cache.rows["from_layer"].tolist() for cache in decide(None, caches)]
   idle = [cache.rows["from_layer"].tolist() for cache in decide(None, caches, (7, 0))]
   assert idle == [[first, i] for i, (first, _) in enumerate(want)] != want
-  heads = P(None, "heads")
-  specs = tuple(
-    dataclasses.replace(
-      c,
-      slots=dict.fromkeys(c.slots, heads),
-      heads=dict.fromkeys(c.heads, heads),
-      rows=dict.fromkeys(c.rows, P()),
-    )
-    for c in caches
-  )
-  sharded = jax.shard_map(
-    functools.partial(decide, "heads"),
-    mesh=Mesh(np.array(jax.devices()[:2]), ("heads",)),
-    in_specs=(specs,),
-    out_specs=specs,
-    check_vma=False,
+  specs = sharding.cache_specs(caches, m)
+  sharded = sharding.shard_map(
+    functools.partial(decide, "heads"), sharding.make_mesh(2), (specs,), specs
   )
   assert [cache.rows["from_layer"].tolist() for cache in jax.jit(sharded)(caches)] == want
   assert want != [[i, i] for i in range(5)]

@@ -16,6 +16,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing import tiny
 from kvjax.testing.layer import Stream
 from kvjax.testing.tiny import TOKENS
+from tests.coded import own_rounded
 from tests.kvzip_oracle import ASK, LENGTHS, by_hand, model
 from tests.oracles import begun
 
@@ -62,14 +63,6 @@ def test_what_is_kept_of_a_context(chunk, monkeypatch):
         assert (np.asarray(cache.pos)[row, head, 9:] == -1).all()
 
 
-def rounded(x, bits):
-  """What codes of x [N, H] stand for, in NumPy: 8 bits are symmetric, fewer have a zero point."""
-  low = np.zeros_like(x[:, :1]) if bits == 8 else x.min(-1, keepdims=True)
-  top = np.abs(x).max(-1, keepdims=True) if bits == 8 else x.max(-1, keepdims=True) - low
-  step = top / (127 if bits == 8 else 2**bits - 1)
-  return low + np.rint((x - low) / step) * step
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_kept_tokens_enter_as_codes(bits):
@@ -88,8 +81,8 @@ def test_kept_tokens_enter_as_codes(bits):
     k, v = (np.array(kept.slots[name], np.float64) for name in ("k", "v"))
     for row, head in np.ndindex(2, 2):
       mean = k[row, head, :9].mean(0)
-      k[row, head, :9] = rounded(k[row, head, :9] - mean, bits) + mean
-      v[row, head, :9] = rounded(v[row, head, :9], bits)
+      k[row, head, :9] = own_rounded(k[row, head, :9] - mean, bits) + mean
+      v[row, head, :9] = own_rounded(v[row, head, :9], bits)
     numbers = {"k": jnp.asarray(k, jnp.float32), "v": jnp.asarray(v, jnp.float32)}
     by_hand.append(kept.put(slots=numbers))
   before = [np.array(cache.pos) for cache in exact]

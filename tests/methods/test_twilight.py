@@ -6,16 +6,10 @@ import pytest
 from kvjax import Quest, SnapKV, Twilight
 from kvjax.methods.twilight import _heaviest, _rounded
 from kvjax.testing.layer import Stream, capped
+from tests.coded import own_rounded
 from tests.compiled import compiled
 from tests.oracles import begun, keys, queries, softmax
 from tests.selection import check, choose, page_bounds, tokens_of
-
-
-def rounded(k, bits):
-  """A key by codes of so many bits."""
-  low, high = min(k), max(k)
-  step = (high - low) / (2**bits - 1)
-  return np.array([low + step * round((x - low) / step) if step else low for x in k])
 
 
 def heaviest(weights, p):
@@ -29,9 +23,9 @@ def heaviest(weights, p):
 
 def pruned(stream, b, h, t, candidates, p, bits, cap):
   """What a KV head reads of the candidates, in their order."""
-  kept, k = set(), [rounded(x, bits) for x in keys(stream, b, h, candidates)]
+  kept, k = set(), own_rounded(keys(stream, b, h, candidates), bits)
   for q in queries(stream, b, h, t):
-    kept |= heaviest(softmax(capped(np.array(k) @ q / np.sqrt(len(q)), cap)), p)
+    kept |= heaviest(softmax(capped(k @ q / np.sqrt(len(q)), cap)), p)
   return [candidates[i] for i in sorted(kept)]
 
 
@@ -47,7 +41,7 @@ def test_worked_example():
     ([2, 2], [2, 2]),
   ):
     assert compiled(_rounded)(np.float32(given), 2).tolist() == want
-    assert rounded(given, 2).tolist() == want
+    assert own_rounded(given, 2).tolist() == want
 
 
 @pytest.mark.core(1)

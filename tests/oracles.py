@@ -1,9 +1,19 @@
 """Attention over a stream's tokens in NumPy float64, and generations beside lists of positions."""
 
+import dataclasses
+
 import numpy as np
 
-from kvjax import Env
+from kvjax import Env, PromptScored
 from kvjax.testing.layer import Layer, capped, rotate
+
+
+@dataclasses.dataclass(frozen=True)
+class ByValue(PromptScored):
+  """A token scores the first channel of its value, which tests set."""
+
+  def score(self, at, turn, past):
+    return turn.staged["v"][..., 0]
 
 
 def queries(stream, b, h, t, place=None):

@@ -10,28 +10,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import (
-  AdaKV,
-  CacheSpec,
-  ExpectedAttention,
-  PromptScored,
-  PyramidKV,
-  SnapKV,
-  plan_memory,
-)
+from kvjax import AdaKV, CacheSpec, ExpectedAttention, PyramidKV, SnapKV, plan_memory
 from kvjax.ops import shared_slots
 from kvjax.runtime.sharding import init_caches
 from kvjax.testing import LAWS, Case
 from kvjax.testing.layer import Stream
-from tests.oracles import begun, generation, in_turn
-
-
-@dataclasses.dataclass(frozen=True)
-class Given(PromptScored):
-  """Scores a token by the first channel of its value, which tests set."""
-
-  def score(self, at, turn, past):
-    return jnp.abs(turn.staged["v"][..., 0].astype(jnp.float32))
+from tests.oracles import ByValue, begun, generation, in_turn
 
 
 def lengths_of(scores, n, window, safeguard, rounded=False):
@@ -93,18 +77,18 @@ def test_worked_example():
 
 
 CASES = {
-  "exact": AdaKV(Given(7, 2)),
-  "half": AdaKV(Given(9, 2), 0.5),
-  "rounded": AdaKV(Given(9, 2), 0.3, rounded=True),
-  "uniform": AdaKV(Given(7, 2), 1),
-  "free": AdaKV(Given(7, 2), 0),
+  "exact": AdaKV(ByValue(7, 2)),
+  "half": AdaKV(ByValue(9, 2), 0.5),
+  "rounded": AdaKV(ByValue(9, 2), 0.3, rounded=True),
+  "uniform": AdaKV(ByValue(7, 2), 1),
+  "free": AdaKV(ByValue(7, 2), 0),
 }
 
 
 def skewed(seed, **sizes):
   """Scores whose heads differ: some have many large ones."""
   stream = Stream.random(seed, **sizes)
-  stream.v[..., 0] *= np.linspace(0.2, 2, stream.v.shape[1])[:, None]
+  stream.v[..., 0] = np.abs(stream.v[..., 0]) * np.linspace(0.2, 2, stream.v.shape[1])[:, None]
   return stream
 
 
@@ -114,7 +98,7 @@ def test_prompt_then_long_decode(method):
   """Kept tokens, outputs over them, and which leaves, in every head and at every step."""
   stream, stay, rooms = skewed(1, tokens=64), {}, {}
   n, window = method.base.budget, method.base.window_size
-  scores = np.abs(stream.v[..., 0])
+  scores = stream.v[..., 0]
 
   def prompt(b, h, t):
     rows = [scores[b, i, :t].tolist() for i in range(3)]
@@ -137,12 +121,12 @@ def test_prompt_then_long_decode(method):
 
 def test_a_later_turn_ranks_what_each_head_holds():
   """Pools of 3·7: tokens cached of each head compete with the new ones; a row stays as it was."""
-  method, stream = AdaKV(Given(7, 2)), skewed(3, tokens=50)
+  method, stream = AdaKV(ByValue(7, 2)), skewed(3, tokens=50)
   layer = begun(method, stream, [23, 20])
   layer.decode([23, 20])
   before = held(layer.cache)
   layer.prefill([6, 0], [24, 21], tokens=6, past=None)
-  scores, found = np.abs(stream.v[..., 0]), held(layer.cache)
+  scores, found = stream.v[..., 0], held(layer.cache)
   assert found[1] == before[1]
   texts = [sorted(row) + list(range(24, 30)) for row in before[0]]
   rows = [scores[0, h, texts[h]].tolist() for h in range(3)]
@@ -196,7 +180,7 @@ def test_kept_tokens_are_those_of_kvpress(case):
   skewed = drawn * np.linspace(0.2, 2, heads)[:, None]
   stream = Stream.random(0, batch=1, kv_heads=heads, groups=1, tokens=tokens)
   stream.v[0, :, :, 0] = np.argsort(np.argsort(skewed.ravel())).reshape(heads, tokens) + 1
-  base = Given(case["budget"], case["window_size"])
+  base = ByValue(case["budget"], case["window_size"])
   layer = begun(AdaKV(base, case["safeguard"]), stream, [tokens])
   assert held(layer.cache)[0] == case["kept"]
 
@@ -217,10 +201,10 @@ def test_bytes_are_those_of_the_budgets():
 def test_pools_of_heads():
   """Two pools of two heads give what two layers of two heads give."""
   stream = skewed(6, kv_heads=4)
-  whole = begun(AdaKV(Given(7, 2), pools=2), stream, [22, 9])
+  whole = begun(AdaKV(ByValue(7, 2), pools=2), stream, [22, 9])
   for i in range(2):
     part = Stream(*(x[:, 2 * i : 2 * i + 2] for x in (stream.q, stream.k, stream.v)))
-    layer = begun(AdaKV(Given(7, 2)), part, [22, 9])
+    layer = begun(AdaKV(ByValue(7, 2)), part, [22, 9])
     found, want = held(whole.cache), held(layer.cache)
     assert [row[2 * i : 2 * i + 2] for row in found] == want
 

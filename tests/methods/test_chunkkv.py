@@ -1,21 +1,11 @@
 """ChunkKV against a NumPy float64 oracle: chunks of all heads, their order, later turns."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from kvjax import ChunkKV, LagKV, PromptScored, SnapKV
+from kvjax import ChunkKV, LagKV, SnapKV
 from kvjax.testing.layer import Stream
-from tests.oracles import begun, further_turn, generation, in_turn, pooled, window_mass
-
-
-@dataclasses.dataclass(frozen=True)
-class ByValue(PromptScored):
-  """A token scores the first channel of its value."""
-
-  def score(self, at, turn, past):
-    return turn.staged["v"][..., 0]
+from tests.oracles import ByValue, begun, further_turn, generation, in_turn, pooled, window_mass
 
 
 def selected(scores, past, chunk, room):

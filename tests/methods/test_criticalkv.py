@@ -12,7 +12,16 @@ from kvjax.methods.criticalkv import norms_of_outputs
 from kvjax.runtime.shared_prefill import take
 from kvjax.testing import tiny
 from kvjax.testing.layer import Layer, Stream
-from tests.oracles import further_turn, generation, held, in_turn, keys, pooled, window_mass
+from tests.oracles import (
+  ByValue,
+  further_turn,
+  generation,
+  held,
+  in_turn,
+  keys,
+  pooled,
+  window_mass,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +50,13 @@ def kept(scores, weights, window, n, share, epsilon):
 
 def test_worked_example():
   """s = .5 .3 .15 .05 and w = 1 1 2 10: position 0 by its score, 3 by .501."""
-
-  @dataclasses.dataclass(frozen=True)
-  class Given(PromptScored):
-    def score(self, at, turn, past):
-      return turn.staged["v"][..., 1]
-
   stream = Stream.random(0, batch=1, kv_heads=1, groups=1, tokens=5, head_dim=4)
-  stream.v[0, 0, :4, 0] = [1, 1, 2, 10]
-  stream.v[0, 0, :4, 1] = [0.5, 0.3, 0.15, 0.05]
+  stream.v[0, 0, :4, 0] = [0.5, 0.3, 0.15, 0.05]
+  stream.v[0, 0, :4, 1] = [1, 1, 2, 10]
   for share, want in ((0.7, [0, 3]), (1, [0, 1]), (0, [0, 3])):
-    layer = Layer(CriticalKV(Given(3, window_size=1), share=share, epsilon=1e-4), stream)
+    layer = Layer(CriticalKV(ByValue(3, window_size=1), share=share, epsilon=1e-4), stream)
     layer.wo = np.zeros((1, 1, 4, 2), np.float32)
-    layer.wo[0, 0, 0] = [0.5, -0.5]  # |v₀| in all
+    layer.wo[0, 0, 1] = [0.5, -0.5]  # |v₁| in all
     layer.prefill([5])
     assert layer.cache.pos[0, 0].tolist() == [*want, 4], share
 

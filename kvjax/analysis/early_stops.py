@@ -190,14 +190,9 @@ def error(walked: Walk, stop: Int[Numbers, "*batch"]) -> Float[np.ndarray, "*bat
 
 def splits(walked: Walk, count: int) -> list[Walk]:
   """The walks of `count` interleaved splits: split s has tiles s, s + count, … of the order."""
-  made = []
-  for s in range(min(count, walked.mass.shape[-1])):
-    mass, u = walked.mass[..., s::count], walked.u[..., s::count, :]
-    total = mass.cumsum(-1)
-    part = (mass[..., None] * u).cumsum(-2)
-    o = part / np.where(total > 0, total, 1.0)[..., None]
-    made.append(Walk(o, u, mass, walked.longest))
-  return made
+  each = [slice(s, None, count) for s in range(min(count, walked.mass.shape[-1]))]
+  part = walked.mass[..., None] * walked.u
+  return [over_tiles(part[..., s, :], walked.mass[..., s], walked.longest) for s in each]
 
 
 def joined(

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from kvjax import ART
 from kvjax.analysis import early_stops
-from kvjax.testing.layer import Stream, rotate, softmax_average
-from tests.oracles import begun
+from kvjax.testing.layer import Stream, softmax_average
+from tests.methods.art_walks import newest_tiles
+from tests.oracles import begun, logits
 
 
 def random_walk(seed, batch=20, keys=96, head_dim=48, decay=0.0):
@@ -69,19 +70,13 @@ def test_stops_are_those_of_the_method(stop_by):
   _, aux = layer.decode([37, 22])
   early, moved = 0, {}
   for b, h, g in np.ndindex(2, 3, 3):
-    n = [38, 23][b]
-    # Tiles from a multiple of four on, the newest first: the first may be short.
-    order = [p for s in range((n - 1) // 4 * 4, -1, -4) for p in range(s, min(s + 4, n))]
-    keys = np.array([rotate(stream.k[b, h, p], p) for p in order])
-    q, v = rotate(stream.q[b, h, g, n - 1], n - 1), np.float64(stream.v[b, h, order])
-    short = -n % 4
-    # Filled up to whole tiles with keys of no weight.
-    x = keys @ q
-    keys = np.insert(keys, n % 4 or 4, np.repeat(keys[:1], short, 0), 0)
-    v = np.insert(v, n % 4 or 4, np.zeros((short, 48)), 0)
-    keys[n % 4 or 4 : (n % 4 or 4) + short] = -1e4 * q
-    assert len(keys) % 4 == 0 and np.isfinite(x).all()
-    walk = early_stops.walk(q, keys, v, 4)
+    tiles, _ = newest_tiles(4)(layer.cache, b, h)  # the first may be short
+    order = [p for tile in tiles for p in tile]
+    x = logits(stream, b, h, [37, 22][b], order)[g]
+    weight, starts = np.exp(x - x.max()), np.cumsum([0, *map(len, tiles[:-1])])
+    mass = np.add.reduceat(weight, starts)
+    part = np.add.reduceat(weight[:, None] * np.float64(stream.v[b, h, order]), starts)
+    walk = early_stops.over_tiles(part, mass, np.zeros(()))
     moved.setdefault((b, h), []).append(early_stops.movements(early_stops.probe(walk.o)))
   for (b, h), heads in moved.items():
     of_heads = [np.stack(part) for part in zip(*heads, strict=True)]  # [G, T]

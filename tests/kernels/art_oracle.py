@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.primitives.codes import WORDS, quantise
@@ -65,10 +64,9 @@ def cut_into(slots, seen, tile):
   return slots.reshape(-1, tile), seen.reshape(-1, tile)
 
 
-def compare(run, arrays, orders, tile, splits, detector):
-  """The kernel's outputs and walks against `algorithm`, head by head; counts early stops."""
-  q, k, v = arrays[:3]
-  state, rounded, walked = run(*map(jnp.asarray, arrays))
+def compare(out, arrays, orders, splits, detector):
+  """A kernel's outputs and walks against `algorithm`, head by head; counts early stops."""
+  (q, k, v), (state, rounded, walked) = arrays, out
   o, lse, rounded, walked = map(np.asarray, (state.o, state.lse, rounded, walked))
   batch, heads, groups, head_dim = q.shape
   stopped = close = 0

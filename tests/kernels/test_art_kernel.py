@@ -55,8 +55,27 @@ def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
   operands = q, *stored, *where
   out, again = (run(*operands, **given) for _ in range(2))
   same_bits(out, again)
-  stopped = compare(lambda *_: out, arrays, orders, tile, splits, detector)
+  stopped = compare(out, arrays, orders, splits, detector)
   assert stopped > 0 or splits > 1
+
+
+def without_a_table(operands, start, stop, order, sinks, tile, how, detector, **ring):
+  """Early stops of walks against Algorithm 1 in the order of the tiles order(b, h).
+
+  Slots after a row's last one hold NaN.
+  """
+  q, k, v = operands
+  slots, orders = k.shape[2], [[None] * k.shape[1] for _ in k]
+  for b, h in np.ndindex(k.shape[:2]):
+    flat = [s for t in order(b, h) for s in range(t * tile, (t + 1) * tile)]
+    seen = [s < stop[b] and (s < sinks or s >= start[b]) for s in flat]
+    orders[b][h] = cut_into([min(s, slots - 1) for s in flat], seen, tile)
+  held = (np.arange(slots) < stop[:, None, None])[..., None]
+  poisoned = (np.where(held, x, np.nan) for x in (k, v))
+  run = functools.partial(walk, table=None, count=None, sinks=sinks, tile=tile, **how, **detector)
+  bounds = {"start": jnp.asarray(start[:, None]), "stop": jnp.asarray(stop[:, None])}
+  out = jax.jit(run)(*map(jnp.asarray, (q, *poisoned)), **bounds, **ring)
+  return compare(out, operands, orders, how["splits"], detector)
 
 
 @pytest.mark.rest(6)
@@ -65,34 +84,20 @@ def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
 @pytest.mark.parametrize(("sinks", "first"), [(0, 0), (5, 0), (5, 130), (40, 130), (0, 77)])
 def test_newest_first_needs_no_table(sinks, first, splits, share):
   """First tiles, then from the newest down: the arithmetic order, over ragged rows."""
-  batch, heads, groups, slots, tile = 4, 1, 2, 400, 16
-  q, k, v = inputs(sinks + first, batch, heads, groups, slots, 24)
-  start = np.array([first, 0, first, 0], np.int32)[:, None]
-  stop = np.array([390, 177, 16, 0], np.int32)[:, None]
+  operands, tile = inputs(sinks + first, 4, 1, 2, 400, 24), 16
+  start, stop = np.array([[first, 0, first, 0], [390, 177, 16, 0]], np.int32)
   pinned = -(-sinks // tile)
-  orders = [[None] for _ in range(batch)]
-  for b in range(batch):
 
-    def seen(s, b=b):
-      return s < stop[b, 0] and (s < sinks or s >= start[b, 0])
+  def order(b, _):
+    begin, end = np.arange(25) * tile, np.arange(1, 26) * tile
+    shown = np.maximum(begin, start[b]) < np.minimum(end, stop[b])
+    rest = [t for t in np.flatnonzero(shown) if t >= pinned]
+    return [*(t for t in range(pinned) if t * tile < stop[b]), *rest[::-1]]
 
-    whole = [list(range(t * tile, (t + 1) * tile)) for t in range(-(-slots // tile))]
-    begun = [t for t in whole if any(map(seen, t)) or t[0] < min(pinned * tile, stop[b, 0])]
-    order = [t for t in begun if t[0] < pinned * tile]
-    order += [t for t in begun[::-1] if t[0] >= pinned * tile]
-    flat = [s for t in order for s in t]
-    orders[b][0] = cut_into([min(s, slots - 1) for s in flat], [seen(s) for s in flat], tile)
   # Which tiles come first does not hang on which a walk has to read.
   detector = {**LOOSE, "full": False, "per_head": False, "kept": pinned if first else 0}
-  held = np.array([[s < stop[b, 0] for s in range(slots)] for b in range(batch)])[:, None]
-  poisoned = [np.where(held[..., None], x, np.nan) for x in (k, v)]
-  run = jax.jit(
-    functools.partial(
-      walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, share=share, **detector
-    )
-  )
-  out = run(*map(jnp.asarray, (q, *poisoned)), start=jnp.asarray(start), stop=jnp.asarray(stop))
-  assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
+  how = {"splits": splits, "share": share}
+  assert without_a_table(operands, start, stop, order, sinks, tile, how, detector) > 0
 
 
 @pytest.mark.slow
@@ -120,31 +125,24 @@ def test_tiles_on_their_way_behind_a_stop_are_counted_where_asked(splits):
 def test_a_ring_is_walked_around(sinks, kept, splits, share):
   """From the tile of the newest token down, and from the last one on, over heads that differ."""
   slots, tile, heads = 390, 16, 2
-  q, k, v = inputs(1, 3, heads, 2, slots, 24)
   stop, seen = np.array([slots, slots, 177], np.int32), np.array([1000, 5000, 177], np.int32)
   ring = np.array([[[sinks, slots], [70, 800]], [[sinks, 4990], [200, 4700]], [[0, slots]] * 2])
   pinned = max(kept, -(-sinks // tile))
-  orders = [[None] * heads for _ in range(3)]
-  for b, h in np.ndindex(3, heads):
+
+  def order(b, h):
     (first, since), newest = ring[b, h], seen[b] - 1
     for position in range(min(since, seen[b]), seen[b]):
       newest = first if position == since or newest == slots - 1 else newest + 1
     last = -(-stop[b] // tile) - 1
     behind = list(range(pinned, last + 1))
     begin = [t for t in behind[::-1] if t <= newest // tile]
-    order = [*range(min(pinned, last + 1)), *begin, *[t for t in behind[::-1] if t not in begin]]
-    flat = [s for t in order for s in range(t * tile, (t + 1) * tile)]
-    orders[b][h] = cut_into([min(s, slots - 1) for s in flat], [s < stop[b] for s in flat], tile)
-  held = np.arange(slots) < stop[:, None, None]
-  poisoned = [np.where(held[..., None], x, np.nan) for x in (k, v)]
+    return [*range(min(pinned, last + 1)), *begin, *[t for t in behind[::-1] if t not in begin]]
+
+  operands, how = inputs(1, 3, heads, 2, slots, 24), {"splits": splits, "share": share}
   detector = {**LOOSE, "full": False, "per_head": False, "kept": pinned}
   turns = {"ring": jnp.asarray(ring, jnp.int32), "seen": jnp.asarray(seen)}
-  run = functools.partial(
-    walk, table=None, count=None, sinks=sinks, tile=tile, splits=splits, share=share, **detector
-  )
-  bounds = {"start": jnp.zeros((3, 1), jnp.int32), "stop": jnp.asarray(stop[:, None])}
-  out = jax.jit(run)(*map(jnp.asarray, (q, *poisoned)), **bounds, **turns)
-  assert compare(lambda *_: out, [q, k, v], orders, tile, splits, detector) > 0
+  given = operands, np.zeros_like(stop), stop, order, sinks, tile, how, detector
+  assert without_a_table(*given, **turns) > 0
 
 
 @pytest.mark.rest(3)
@@ -262,29 +260,21 @@ def test_bad_arguments():
 
 
 @pytest.mark.slow
-def test_a_calm_walk_is_tested_sooner():
+@pytest.mark.parametrize(("calm", "patience", "chunk", "ends"), [(True, 4, 4, 5), (False, 2, 6, 3)])
+def test_a_walk_that_is_calm_is_tested_sooner(calm, patience, chunk, ends):
   """All heads are calm from the second tile on: after 4 tiles they need one more, and get two.
 
   The newest tile has all their weight. Lanes without a head have a query of 0, and are not asked.
+  Values that never change are stopped by the third tile, after the whole first chunk of six.
   """
   q, k = (jnp.ones((1, 1, n, 16)) for n in (3, 400))
   k = k.at[:, :, :384].set(0) * 50
   v = 100 * jax.random.normal(jax.random.key(0), k.shape)
+  if not calm:
+    q, k, v = (jnp.asarray(x) for x in inputs(1, 1, 1, 1, 400, 24))
+    v = v * 0 + 1
   stop = jnp.array([[400]], jnp.int32)
   run = functools.partial(walk, q, k, v, None, None, stop * 0, stop, tile=16, splits=1, share=0)
-  how = {"tau": 0.7, "phi": 0.4, "patience": 4, "chunk": 4}
+  how = {"tau": 0.7, "phi": 0.4, "patience": patience, "chunk": chunk}
   walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
-  assert (walked == 5).all() and (loaded == 6).all()
-
-
-@pytest.mark.slow
-def test_a_walk_that_is_not_calm_loads_a_whole_chunk_before_it_is_tested():
-  """Values that never change: stopped by the third tile, after the first chunk of six."""
-  q, k, v = (jnp.asarray(x) for x in inputs(1, 1, 1, 1, 400, 24))
-  stop = jnp.array([[400]], jnp.int32)
-  run = functools.partial(
-    walk, q, k, v * 0 + 1, None, None, stop * 0, stop, tile=16, splits=1, share=0
-  )
-  how = {"tau": 0.7, "phi": 0.4, "patience": 2, "chunk": 6}
-  walked, loaded = (run(**how, loaded=each)[2] for each in (False, True))
-  assert (walked == 3).all() and (loaded == 6).all()
+  assert (walked == ends).all() and (loaded == 6).all()

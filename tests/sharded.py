@@ -17,6 +17,7 @@ from kvjax.ops import offload
 from kvjax.primitives.codes import unpacked
 from kvjax.testing.tiny import CLOSE
 from tests.meshes import CONFIG, model, whole
+from tests.steps import equations
 
 BUDGET, CAPACITY, STEPS = 12, 64, 3
 LENGTHS = np.array([60, 37], np.int32)  # tokens on every device that slots are split over
@@ -189,22 +190,19 @@ def check_same_program(method):
   for on_mesh, alone in zip(*traced, strict=True):
     (outer,) = on_mesh.eqns
     assert outer.primitive.name == "shard_map"
-    assert list(equations(outer.params["jaxpr"])) == list(equations(alone.jaxpr))
+    assert shapes(outer.params["jaxpr"]) == shapes(alone.jaxpr)
 
 
-def equations(jaxpr):
+def shapes(jaxpr):
   """Operations with the shapes and dtypes that they take and give, nested ones included.
 
   But for "reshard", by which a constant made under a mesh says where it lies: on the one device.
   """
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "reshard":
-      continue
-    yield eqn.primitive.name, [(x.aval.shape, x.aval.dtype) for x in (*eqn.invars, *eqn.outvars)]
-    for param in jax.tree.leaves(list(eqn.params.values())):
-      inner = getattr(param, "jaxpr", param)
-      if hasattr(inner, "eqns"):
-        yield from equations(inner)
+  return [
+    (eqn.primitive.name, [(x.aval.shape, x.aval.dtype) for x in (*eqn.invars, *eqn.outvars)])
+    for eqn in equations(jaxpr)
+    if eqn.primitive.name != "reshard"
+  ]
 
 
 SPREAD = [name for name in METHODS if kvjax.settings.example(METHODS[name], BUDGET).traits.spreads]

@@ -75,23 +75,22 @@ def operations(method, layer=7, spec=None, impl="pallas"):
   jaxpr = jax.make_jaxpr(step)(*arguments).jaxpr
   needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   counts: collections.Counter[str] = collections.Counter()
-  _count(needed, counts)
+  for equation in equations(needed, unless=("pallas_call",)):
+    name = equation.primitive.name
+    launch = name == "pallas_call"
+    counts.update(["launches", f"launch {_name(equation.params)}"] if launch else [name])
   return counts
 
 
-def _count(jaxpr, counts):
+def equations(jaxpr, unless=()):
+  """Equations of a program, each followed by those inside of it unless its primitive is named."""
   for equation in jaxpr.eqns:
-    name = equation.primitive.name
-    if name == "pallas_call":
-      kernel = _name(equation.params)
-      counts["launches"] += 1
-      counts[f"launch {kernel}"] += 1
-      continue
-    counts[name] += 1
-    for value in equation.params.values():
-      for inner in value if isinstance(value, (tuple, list)) else [value]:
-        if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-          _count(getattr(inner, "jaxpr", inner), counts)
+    yield equation
+    inside = [] if equation.primitive.name in unless else [*equation.params.values()]
+    for value in jax.tree.leaves(inside):
+      inner = getattr(value, "jaxpr", value)
+      if hasattr(inner, "eqns"):
+        yield from equations(inner, unless)
 
 
 class _Value:

@@ -11,6 +11,7 @@ from kvjax import ETF, Active, Full, Prompt
 from kvjax.core import chunks
 from kvjax.testing.tiny import model
 from tests.compiled import compiled
+from tests.steps import equations
 
 T = 23
 # Rows: as long as the chunk, shorter, of the first tokens alone, of fewer than these, idle.
@@ -140,11 +141,7 @@ def test_nothing_is_gathered_or_scattered(rows, kv):
 
 def moves(jaxpr):
   """Gathers and scatters of layers' numbers, with how many tokens each moves at a time."""
-  for equation in jaxpr.eqns:
+  for equation in equations(jaxpr):
     name, x = equation.primitive.name, equation.invars[0].aval if equation.invars else None
     if name in ("gather", "scatter") and x.ndim > 2 and x.dtype == jnp.float32:
       yield name, max(equation.params["slice_sizes"][1:-1]) if name == "gather" else 1
-    for value in equation.params.values():
-      for inner in value if isinstance(value, tuple | list) else [value]:
-        if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-          yield from moves(getattr(inner, "jaxpr", inner))

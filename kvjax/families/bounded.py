@@ -54,11 +54,7 @@ class Bounded(Method):
     return self.budget
 
 
-def _example(cls: type[Bounded], budget: int) -> Method:
-  return cls(budget=budget)
-
-
-settings.register(Bounded, example=_example)
+settings.register(Bounded, example=lambda cls, budget: cls(budget=budget))
 
 
 @dataclasses.dataclass(frozen=True)

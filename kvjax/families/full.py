@@ -22,12 +22,8 @@ class Full(Method):
     return super().traits.but(order_independent=True, spreads=True)
 
 
-def _example(cls: type[Full], budget: int) -> Method:
-  return cls()
-
-
-def _neutral(cls: type[Full], length: int) -> Method:
-  return cls()
-
-
-settings.register(Full, example=_example, neutral=_neutral)
+settings.register(
+  Full,
+  example=lambda cls, budget: cls(),
+  neutral=lambda cls, length: cls(),
+)

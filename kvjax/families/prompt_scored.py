@@ -12,7 +12,6 @@ from kvjax.core.context import At, Prompt, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.families.bounded import InTurn
-from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +71,8 @@ class PromptScored(Scored, moves=("score",)):
     return score, {**turn.staged, "score": score}
 
 
-def _example(cls: type[PromptScored], budget: int) -> Method:
-  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
-
-
-def _neutral(cls: type[PromptScored], length: int) -> Method:
-  return cls(budget=length + 1, window_size=min(32, length))
-
-
-settings.register(PromptScored, example=_example, neutral=_neutral)
+settings.register(
+  PromptScored,
+  example=lambda cls, budget: cls(budget=budget, window_size=min(32, max(1, budget // 4))),
+  neutral=lambda cls, length: cls(budget=length + 1, window_size=min(32, length)),
+)

@@ -396,8 +396,10 @@ def _example(cls: type[Streamed], budget: int) -> Method:
   return cls(block, local, block, retrieved, chunk=min(512, 4 * block), held=2 * retrieved)
 
 
-def _neutral(cls: type[Streamed], length: int) -> Method:
-  return cls(init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1)
-
-
-settings.register(Streamed, example=_example, neutral=_neutral)
+settings.register(
+  Streamed,
+  example=_example,
+  neutral=lambda cls, length: cls(
+    init_tokens=4, local=length, block=4, retrieved=1, chunk=8, held=1
+  ),
+)

@@ -221,17 +221,10 @@ def _of_each(
   return counts.reshape(key.shape[:2])
 
 
-def _example(cls: type[AdaKV], budget: int) -> Method:
-  return cls(settings.example(SnapKV, budget))
-
-
-def _neutral(cls: type[AdaKV], length: int) -> Method:
-  return cls(settings.neutral(SnapKV, length))
-
-
-def _repo(cls: type[AdaKV], budget: int) -> Method:
-  """The authors' code over its SnapKV: lengths are rounded, the window counts beside."""
-  return cls(settings.repo(SnapKV, budget), rounded=True)
-
-
-settings.register(AdaKV, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  AdaKV,
+  example=lambda cls, budget: cls(settings.example(SnapKV, budget)),
+  neutral=lambda cls, length: cls(settings.neutral(SnapKV, length)),
+  # The authors' code over its SnapKV: lengths are rounded, the window counts beside.
+  repo=lambda cls, budget: cls(settings.repo(SnapKV, budget), rounded=True),
+)

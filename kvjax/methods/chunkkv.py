@@ -60,12 +60,10 @@ class ChunkKV(Wrapper):
     return score, {**staged, "score": score}
 
 
-def _example(cls: type[ChunkKV], budget: int) -> Method:
-  return cls(settings.example(SnapKV, budget), chunk=max(1, min(10, budget // 4)))
-
-
-def _neutral(cls: type[ChunkKV], length: int) -> Method:
-  return cls(settings.neutral(SnapKV, length))
-
-
-settings.register(ChunkKV, example=_example, neutral=_neutral)
+settings.register(
+  ChunkKV,
+  example=lambda cls, budget: cls(
+    settings.example(SnapKV, budget), chunk=max(1, min(10, budget // 4))
+  ),
+  neutral=lambda cls, length: cls(settings.neutral(SnapKV, length)),
+)

@@ -92,12 +92,8 @@ def norms_of_outputs(
   return jnp.moveaxis(norms, 0, 2).reshape(batch, heads, -1)[:, :, :tokens]
 
 
-def _example(cls: type[CriticalKV], budget: int) -> Method:
-  return cls(settings.example(SnapKV, budget))
-
-
-def _neutral(cls: type[CriticalKV], length: int) -> Method:
-  return cls(settings.neutral(SnapKV, length))
-
-
-settings.register(CriticalKV, example=_example, neutral=_neutral)
+settings.register(
+  CriticalKV,
+  example=lambda cls, budget: cls(settings.example(SnapKV, budget)),
+  neutral=lambda cls, length: cls(settings.neutral(SnapKV, length)),
+)

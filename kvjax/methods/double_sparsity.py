@@ -18,7 +18,7 @@ from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.families import sliding
-from kvjax.families.method import Aux, Method
+from kvjax.families.method import Aux
 from kvjax.families.selective import SelectiveTokens
 from kvjax.ops import attention, tiles
 from kvjax.primitives import softmax_state
@@ -127,23 +127,14 @@ class DoubleSparsity(SelectiveTokens):
     return cache.put(heads={"labels": label(cache.slots["k"], cache.heads["channels"])})
 
 
-def _example(cls: type[DoubleSparsity], budget: int) -> Method:
-  return cls(budget=budget)
-
-
-def _neutral(cls: type[DoubleSparsity], length: int) -> Method:
-  return cls(budget=length)
-
-
-def _repo(cls: type[DoubleSparsity], budget: int) -> Method:
-  """The authors' runs on heads of 128: two dense layers, and half of the channels.
-
-  Their group factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
-  """
-  return cls(budget=budget, channels=64, dense_layers=2)
-
-
-settings.register(DoubleSparsity, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  DoubleSparsity,
+  example=lambda cls, budget: cls(budget=budget),
+  neutral=lambda cls, length: cls(budget=length),
+  # The authors' runs on heads of 128: two dense layers, and half of the channels. Their group
+  # factor of 2 leaves 64. Labels of 2 bits and tokens per query head are not offered.
+  repo=lambda cls, budget: cls(budget=budget, channels=64, dense_layers=2),
+)
 
 
 def label(x: Float[Array, "B K N H"], channels: Int[Array, "B K C"]) -> Float[Array, "B K N C"]:

@@ -12,7 +12,6 @@ from kvjax.core.context import Active, At, Carry, Prompt
 from kvjax.core.fields import between, least, one_of
 from kvjax.core.traits import Traits
 from kvjax.families.full import Full
-from kvjax.families.method import Method
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods import depth
 
@@ -108,13 +107,9 @@ class ETF(Wrapper):
     return k, v, dataclasses.replace(carry, heads=heads)
 
 
-def _example(cls: type[ETF], budget: int) -> Method:
-  """The paper's freezing, and a 32nd of the budget as sinks."""
-  return cls(Full(), sinks=max(1, budget // 32))
-
-
-def _neutral(cls: type[ETF], length: int) -> Method:
-  return cls(Full(), psi=1.0)
-
-
-settings.register(ETF, example=_example, neutral=_neutral)
+settings.register(
+  ETF,
+  # The paper's freezing, and a 32nd of the budget as sinks.
+  example=lambda cls, budget: cls(Full(), sinks=max(1, budget // 32)),
+  neutral=lambda cls, length: cls(Full(), psi=1.0),
+)

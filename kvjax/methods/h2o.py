@@ -13,7 +13,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families.bounded import Bounded
-from kvjax.families.method import Aux, Method
+from kvjax.families.method import Aux
 from kvjax.ops import prefill
 from kvjax.primitives import softmax_state
 
@@ -86,8 +86,4 @@ class H2O(Bounded):
     return held["mass"]
 
 
-def _neutral(cls: type[H2O], length: int) -> Method:
-  return cls(budget=max(length, 2))
-
-
-settings.register(H2O, neutral=_neutral)
+settings.register(H2O, neutral=lambda cls, length: cls(budget=max(length, 2)))

@@ -106,14 +106,15 @@ def _example(cls: type[InfLLMv2], budget: int) -> Method:
   return cls(others - local, block, 1, local * block, **compressed, dense_below=0)
 
 
-def _neutral(cls: type[InfLLMv2], length: int) -> Method:
-  return cls(dense_below=length + 1)
-
-
 def _repo(cls: type[InfLLMv2], budget: int) -> Method:
   """The authors' kernel, whose local window has one block more, over `budget` tokens in all."""
   local = 33
   return cls(top=max(budget // 64 - 1 - local, 0), local=local * 64)
 
 
-settings.register(InfLLMv2, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  InfLLMv2,
+  example=_example,
+  neutral=lambda cls, length: cls(dense_below=length + 1),
+  repo=_repo,
+)

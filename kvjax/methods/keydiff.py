@@ -10,7 +10,6 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
 from kvjax.families.bounded import Bounded
-from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,7 @@ class KeyDiff(Bounded):
     return -(unit * (anchor / _length(anchor))).sum(-1)
 
 
-def _neutral(cls: type[KeyDiff], length: int) -> Method:
-  return cls(budget=length)
-
-
-settings.register(KeyDiff, neutral=_neutral)
+settings.register(KeyDiff, neutral=lambda cls, length: cls(budget=length))
 
 
 def _length(x: Float[Array, "*batch H"]) -> Float[Array, "*batch 1"]:

@@ -245,9 +245,9 @@ def _example(cls: type[KIVI], budget: int) -> Method:
   return cls(group=group, residual=min(128, budget // group * group))
 
 
-def _neutral(cls: type[KIVI], length: int) -> Method:
-  """Keys and values that wait as long as any token comes."""
-  return cls(group=2, residual=length + 2 - length % 2)
-
-
-settings.register(KIVI, example=_example, neutral=_neutral)
+settings.register(
+  KIVI,
+  example=_example,
+  # Keys and values that wait as long as any token comes.
+  neutral=lambda cls, length: cls(group=2, residual=length + 2 - length % 2),
+)

@@ -11,7 +11,6 @@ from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.families.bounded import Bounded
-from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +49,7 @@ class Knorm(Bounded):
     return slots.sparing(turn.staged["score"], pos, end, self.recent), turn.staged
 
 
-def _neutral(cls: type[Knorm], length: int) -> Method:
-  return cls(budget=length)
-
-
-settings.register(Knorm, neutral=_neutral)
+settings.register(Knorm, neutral=lambda cls, length: cls(budget=length))
 
 
 def _score(new: slots.Slots) -> Array:

@@ -10,7 +10,6 @@ from kvjax.core.cache import CacheSpec
 from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
 from kvjax.core.traits import Traits
-from kvjax.families.method import Method
 from kvjax.families.prompt_scored import Scored
 
 
@@ -72,12 +71,8 @@ class KVzip(Scored):
     return jnp.where(jnp.isinf(score), newest, 1 + score), turn.staged
 
 
-def _example(cls: type[KVzip], budget: int) -> Method:
-  return cls(budget=budget, room=max(1, min(256, budget // 4)))
-
-
-def _neutral(cls: type[KVzip], length: int) -> Method:
-  return cls(budget=length + 1, room=min(256, length))
-
-
-settings.register(KVzip, example=_example, neutral=_neutral)
+settings.register(
+  KVzip,
+  example=lambda cls, budget: cls(budget=budget, room=max(1, min(256, budget // 4))),
+  neutral=lambda cls, length: cls(budget=length + 1, room=min(256, length)),
+)

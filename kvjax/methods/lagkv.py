@@ -71,8 +71,10 @@ def _example(cls: type[LagKV], budget: int) -> Method:
   return cls(budget=budget, window_size=max(1, min(128, (budget - sinks) // 4)), sinks=sinks)
 
 
-def _neutral(cls: type[LagKV], length: int) -> Method:
-  return cls(budget=length + 1, window_size=max(1, min(32, length // 2)), sinks=0)
-
-
-settings.register(LagKV, example=_example, neutral=_neutral)
+settings.register(
+  LagKV,
+  example=_example,
+  neutral=lambda cls, length: cls(
+    budget=length + 1, window_size=max(1, min(32, length // 2)), sinks=0
+  ),
+)

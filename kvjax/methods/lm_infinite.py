@@ -10,7 +10,6 @@ from kvjax.core.context import At
 from kvjax.core.fields import expect
 from kvjax.core.plan import Window
 from kvjax.core.traits import Traits
-from kvjax.families.method import Method
 from kvjax.methods.streaming_llm import StreamingLLM
 
 
@@ -51,12 +50,8 @@ class LMInfinite(StreamingLLM):
     return dataclasses.replace(seen, view=jnp.minimum(qpos, self.limit))
 
 
-def _example(cls: type[LMInfinite], budget: int) -> Method:
-  return cls(budget=budget, sinks=min(10, budget // 4), limit=budget)
-
-
-def _neutral(cls: type[LMInfinite], length: int) -> Method:
-  return cls(budget=length, limit=length)
-
-
-settings.register(LMInfinite, example=_example, neutral=_neutral)
+settings.register(
+  LMInfinite,
+  example=lambda cls, budget: cls(budget=budget, sinks=min(10, budget // 4), limit=budget),
+  neutral=lambda cls, length: cls(budget=length, limit=length),
+)

@@ -13,7 +13,6 @@ from kvjax.core.fields import between, expect, least
 from kvjax.core.plan import Window
 from kvjax.core.traits import Traits
 from kvjax.families.full import Full
-from kvjax.families.method import Method
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods import depth
 
@@ -61,13 +60,9 @@ class PSAW(Wrapper):
     return Window(self.sinks, depth.floor_of_each(hidden, t) - 1)  # P_ℓ(t), counted from 0
 
 
-def _example(cls: type[PSAW], budget: int) -> Method:
-  """The paper's window, whose size follows the context, and a 32nd of the budget as sinks."""
-  return cls(Full(), sinks=max(1, budget // 32))
-
-
-def _neutral(cls: type[PSAW], length: int) -> Method:
-  return cls(Full(), phi=1.0)
-
-
-settings.register(PSAW, example=_example, neutral=_neutral)
+settings.register(
+  PSAW,
+  # The paper's window, whose size follows the context, and a 32nd of the budget as sinks.
+  example=lambda cls, budget: cls(Full(), sinks=max(1, budget // 32)),
+  neutral=lambda cls, length: cls(Full(), phi=1.0),
+)

@@ -51,19 +51,16 @@ class PyramidKV(SnapKV):
     return self.window_size + high - layer * (high - low) // (spec.layers - 1)
 
 
-def _example(cls: type[PyramidKV], budget: int) -> Method:
-  return cls(budget=budget, window_size=min(8, max(1, budget // 4)))
-
-
 def _neutral(cls: type[PyramidKV], length: int) -> Method:
   """A top layer that keeps so many tokens."""
   window = min(8, length)
   return cls(budget=window + 20 * (length + 1 - window), window_size=window)
 
 
-def _repo(cls: type[PyramidKV], budget: int) -> Method:
-  """The authors' LongBench runs: a window of 8, the largest of 7 neighbours."""
-  return cls(budget=budget, window_size=8, pool=7, reduce="max")
-
-
-settings.register(PyramidKV, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  PyramidKV,
+  example=lambda cls, budget: cls(budget=budget, window_size=min(8, max(1, budget // 4))),
+  neutral=_neutral,
+  # The authors' LongBench runs: a window of 8, the largest of 7 neighbours.
+  repo=lambda cls, budget: cls(budget=budget, window_size=8, pool=7, reduce="max"),
+)

@@ -229,13 +229,9 @@ def _coded(cache: Cache) -> bool:
   return cache.leaf("k").bits is not None
 
 
-def _example(cls: type[Quantised], budget: int) -> Method:
-  return cls()
-
-
-def _neutral(cls: type[Quantised], length: int) -> Method:
-  """Layers that are all kept as they are."""
-  return cls(exact_layers=1 << 10)
-
-
-settings.register(Quantised, example=_example, neutral=_neutral)
+settings.register(
+  Quantised,
+  example=lambda cls, budget: cls(),
+  # Layers that are all kept as they are.
+  neutral=lambda cls, length: cls(exact_layers=1 << 10),
+)

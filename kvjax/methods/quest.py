@@ -14,7 +14,6 @@ from kvjax.core.fields import expect, least, one_of
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Plan
 from kvjax.core.traits import Traits
-from kvjax.families.method import Method
 from kvjax.families.selective import Selective, Tiles
 from kvjax.ops import scores, tiles
 from kvjax.ops import summaries as summaries_ops
@@ -100,17 +99,10 @@ class Quest(Selective):
     return scores.page_bounds(at, visible, q, *pages, exponent, unit=self.page, group=self.group)
 
 
-def _example(cls: type[Quest], budget: int) -> Method:
-  return cls(budget=budget, page=max(1, min(16, budget // 3)))
-
-
-def _neutral(cls: type[Quest], length: int) -> Method:
-  return cls(budget=length + 16)
-
-
-def _repo(cls: type[Quest], budget: int) -> Method:
-  """The authors' accuracy code, as near as a cache per KV head comes: three pages at least."""
-  return cls(budget=max(budget, 3 * 16), group="max")
-
-
-settings.register(Quest, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  Quest,
+  example=lambda cls, budget: cls(budget=budget, page=max(1, min(16, budget // 3))),
+  neutral=lambda cls, length: cls(budget=length + 16),
+  # The authors' accuracy code, as near as a cache per KV head comes: three pages at least.
+  repo=lambda cls, budget: cls(budget=max(budget, 3 * 16), group="max"),
+)

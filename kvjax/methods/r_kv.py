@@ -208,17 +208,12 @@ def _example(cls: type[RKV], budget: int) -> Method:
   return cls(budget=kept, buffer=buffer, window_size=min(8, max(1, kept // 2)))
 
 
-def _neutral(cls: type[RKV], length: int) -> Method:
-  return cls(budget=length + 1, buffer=1, window_size=min(8, length))
-
-
-def _repo(cls: type[RKV], budget: int) -> Method:
-  """The authors' repository, with the λ of their runs.
-
-  The query heads of a KV head are joined before the softmax, and a token that has no similar
-  one spares the oldest (an index left at zero).
-  """
-  return cls(budget=budget, group="max", spare_oldest=True)
-
-
-settings.register(RKV, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  RKV,
+  example=_example,
+  neutral=lambda cls, length: cls(budget=length + 1, buffer=1, window_size=min(8, length)),
+  # The authors' repository, with the λ of their runs. The query heads of a KV head are joined
+  # before the softmax, and a token that has no similar one spares the oldest (an index left at
+  # zero).
+  repo=lambda cls, budget: cls(budget=budget, group="max", spare_oldest=True),
+)

@@ -10,7 +10,6 @@ from kvjax.core.cache import Cache
 from kvjax.core.context import At, Turn
 from kvjax.core.fields import expect, least
 from kvjax.families.bounded import Bounded
-from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +59,7 @@ class Random(Bounded):
     return jnp.where(recent, jnp.inf, draw.astype(jnp.float32) * 2.0**-24)
 
 
-def _neutral(cls: type[Random], length: int) -> Method:
-  return cls(budget=length + 1)
-
-
-settings.register(Random, neutral=_neutral)
+settings.register(Random, neutral=lambda cls, length: cls(budget=length + 1))
 
 
 def _mix(x: Array) -> Array:

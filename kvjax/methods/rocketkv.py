@@ -115,12 +115,10 @@ def kept(context: int, budget: int) -> int:
   return round(context / saving ** min(0.2 + 0.06 * math.log2(saving), 0.8))
 
 
-def _example(cls: type[RocketKV], budget: int) -> Method:
-  return cls(budget, base=SnapKV(2 * budget, min(32, max(1, budget // 4)), pool=63))
-
-
-def _neutral(cls: type[RocketKV], length: int) -> Method:
-  return cls(2 * length + 2, base=settings.neutral(SnapKV, length))
-
-
-settings.register(RocketKV, example=_example, neutral=_neutral)
+settings.register(
+  RocketKV,
+  example=lambda cls, budget: cls(
+    budget, base=SnapKV(2 * budget, min(32, max(1, budget // 4)), pool=63)
+  ),
+  neutral=lambda cls, length: cls(2 * length + 2, base=settings.neutral(SnapKV, length)),
+)

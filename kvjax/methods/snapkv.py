@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float
 from kvjax.core import settings, slots
 from kvjax.core.context import At, Turn
 from kvjax.core.fields import odd, one_of
-from kvjax.families.method import Method
 from kvjax.families.prompt_scored import PromptScored
 from kvjax.ops import attention, prefill
 
@@ -44,12 +43,9 @@ class SnapKV(PromptScored):
     return slots.pool(mass, turn.staged["pos"], past, self.pool, self.reduce)
 
 
-def _repo(cls: type[SnapKV], budget: int) -> Method:
-  """The LongBench runs of the authors' repository: the largest of 7 neighbours.
-
-  Its cache per query head is not offered.
-  """
-  return cls(budget=budget, window_size=32, pool=7, reduce="max")
-
-
-settings.register(SnapKV, repo=_repo)
+settings.register(
+  SnapKV,
+  # The LongBench runs of the authors' repository: the largest of 7 neighbours. Its cache per query
+  # head is not offered.
+  repo=lambda cls, budget: cls(budget=budget, window_size=32, pool=7, reduce="max"),
+)

@@ -12,7 +12,6 @@ from kvjax.core.fields import expect, least, one_of
 from kvjax.core.plan import Span, Window
 from kvjax.core.traits import Traits
 from kvjax.families.bounded import InTurn
-from kvjax.families.method import Method
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,23 +70,14 @@ class StreamingLLM(InTurn):
     return jnp.where(pos < self.sinks, jnp.inf, pos.astype(jnp.float32)), turn.staged
 
 
-def _example(cls: type[StreamingLLM], budget: int) -> Method:
-  return cls(budget=budget, sinks=min(4, budget // 2))
-
-
-def _neutral(cls: type[StreamingLLM], length: int) -> Method:
-  return cls(budget=length)
-
-
-def _repo(cls: type[StreamingLLM], budget: int) -> Method:
-  """The authors' repository: evicts between turns, with room for answers of 1,000 tokens.
-
-  Where the budget is small, half of it is for the answer.
-  """
-  return StreamingLLMByTurn(budget, reserve=min(1000, budget // 2))
-
-
-settings.register(StreamingLLM, example=_example, neutral=_neutral, repo=_repo)
+settings.register(
+  StreamingLLM,
+  example=lambda cls, budget: cls(budget=budget, sinks=min(4, budget // 2)),
+  neutral=lambda cls, length: cls(budget=length),
+  # The authors' repository: evicts between turns, with room for answers of 1,000 tokens. Where the
+  # budget is small, half of it is for the answer.
+  repo=lambda cls, budget: StreamingLLMByTurn(budget, reserve=min(1000, budget // 2)),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ from kvjax.core.context import At
 from kvjax.core.fields import expect, least
 from kvjax.core.plan import Plan
 from kvjax.core.traits import Traits
-from kvjax.families.method import Method
 from kvjax.families.selective import SelectiveTokens
 from kvjax.ops import scores
 
@@ -52,12 +51,8 @@ class TopKOracle(SelectiveTokens):
     return scores.token_weights(at, cache, visible, q)
 
 
-def _example(cls: type[TopKOracle], budget: int) -> Method:
-  return cls(budget=budget)
-
-
-def _neutral(cls: type[TopKOracle], length: int) -> Method:
-  return cls(budget=length)
-
-
-settings.register(TopKOracle, example=_example, neutral=_neutral)
+settings.register(
+  TopKOracle,
+  example=lambda cls, budget: cls(budget=budget),
+  neutral=lambda cls, length: cls(budget=length),
+)

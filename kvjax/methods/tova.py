@@ -13,7 +13,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families.bounded import Bounded
-from kvjax.families.method import Aux, Method
+from kvjax.families.method import Aux
 from kvjax.ops import attention, prefill
 from kvjax.primitives import softmax_state
 
@@ -64,8 +64,4 @@ class TOVA(Bounded):
     return jnp.broadcast_to(at.sum_heads(p.sum(1, keepdims=True)) / heads, p.shape)
 
 
-def _neutral(cls: type[TOVA], length: int) -> Method:
-  return cls(budget=max(length, 2))
-
-
-settings.register(TOVA, neutral=_neutral)
+settings.register(TOVA, neutral=lambda cls, length: cls(budget=max(length, 2)))

@@ -89,12 +89,8 @@ def _heaviest(weights: Float[Array, "*batch W"], p: float) -> Bool[Array, "*batc
   return jnp.take_along_axis(kept, jnp.argsort(order, -1), -1)
 
 
-def _example(cls: type[Twilight], budget: int) -> Method:
-  return cls(settings.example(Quest, budget))
-
-
-def _neutral(cls: type[Twilight], length: int) -> Method:
-  return cls(settings.neutral(Quest, length), p=1.0)
-
-
-settings.register(Twilight, example=_example, neutral=_neutral)
+settings.register(
+  Twilight,
+  example=lambda cls, budget: cls(settings.example(Quest, budget)),
+  neutral=lambda cls, length: cls(settings.neutral(Quest, length), p=1.0),
+)

@@ -9,7 +9,6 @@ from kvjax.core import settings, slots
 from kvjax.core.cache import CacheSpec
 from kvjax.core.fields import expect, least
 from kvjax.core.leaves import NORM, Leaf
-from kvjax.families.method import Method
 from kvjax.methods.h2o import H2O
 
 
@@ -40,12 +39,8 @@ class VATP(H2O):
     return jnp.where(held["pos"] < self.sinks, jnp.inf, held["mass"] * held["norm"])
 
 
-def _example(cls: type[VATP], budget: int) -> Method:
-  return cls(budget=budget, sinks=min(20, budget // 8))
-
-
-def _neutral(cls: type[VATP], length: int) -> Method:
-  return cls(budget=max(length, 2), recent=1, sinks=0)
-
-
-settings.register(VATP, example=_example, neutral=_neutral)
+settings.register(
+  VATP,
+  example=lambda cls, budget: cls(budget=budget, sinks=min(20, budget // 8)),
+  neutral=lambda cls, length: cls(budget=max(length, 2), recent=1, sinks=0),
+)

@@ -35,15 +35,13 @@ class OverSnapKV(Quest):
   """Under the laws: as many tokens are kept as the budget says, half of them are read."""
 
 
-def _example(cls, budget):
-  return cls(max(budget // 2, PAGE), PAGE, base=SnapKV(budget, 3), dense_layers=0)
-
-
-def _neutral(cls, length):
-  return cls(length + 2 * PAGE, PAGE, base=settings.neutral(SnapKV, length))
-
-
-settings.register(OverSnapKV, example=_example, neutral=_neutral)
+settings.register(
+  OverSnapKV,
+  example=lambda cls, budget: cls(
+    max(budget // 2, PAGE), PAGE, base=SnapKV(budget, 3), dense_layers=0
+  ),
+  neutral=lambda cls, length: cls(length + 2 * PAGE, PAGE, base=settings.neutral(SnapKV, length)),
+)
 
 CORE = ("kept_positions",)
 

@@ -284,16 +284,9 @@ class ART(Wrapper):
     return cache, aux if walked is None else {**aux, "tiles": walked.tiles}
 
 
-def _example(cls: type[ART], budget: int) -> Method:
-  return cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1)
-
-
-def _usual(cls: type[ART], budget: int) -> Method:
-  return cls(splits=1)
-
-
-def _neutral(cls: type[ART], length: int) -> Method:
-  return cls(patience=math.inf, splits=1)
-
-
-settings.register(ART, example=_example, usual=_usual, neutral=_neutral)
+settings.register(
+  ART,
+  example=lambda cls, budget: cls(tau=0.5, phi=0.1, patience=1, tile=max(1, budget // 6), splits=1),
+  usual=lambda cls, budget: cls(splits=1),
+  neutral=lambda cls, length: cls(patience=math.inf, splits=1),
+)

@@ -184,11 +184,11 @@ def _example(cls: type[CIS], budget: int) -> "CIS":
   return cls(k=max(1, budget - sinks - local), sinks=sinks, local=local)
 
 
-def _neutral(cls: type[CIS], length: int) -> "CIS":
-  return cls(k=1, sinks=0, local=length)
-
-
-settings.register(CIS, example=_example, neutral=_neutral)
+settings.register(
+  CIS,
+  example=_example,
+  neutral=lambda cls, length: cls(k=1, sinks=0, local=length),
+)
 
 
 def split(budget: int, matched: bool = False) -> dict[str, int]:

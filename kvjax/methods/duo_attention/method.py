@@ -272,13 +272,11 @@ def _guarded(
   return slots.choose_rows(checked_rows(at, out, old, rows), new, old)
 
 
-def _example(cls: type[DuoAttention], budget: int) -> Method:
-  """Streaming heads keep about so many tokens, a third of them first ones."""
-  return cls("alternate", sinks=budget // 3, recent=max(1, budget - budget // 3))
-
-
-def _neutral(cls: type[DuoAttention], length: int) -> Method:
-  return cls("alternate", sinks=0, recent=length)
-
-
-settings.register(DuoAttention, example=_example, neutral=_neutral)
+settings.register(
+  DuoAttention,
+  # Streaming heads keep about so many tokens, a third of them first ones.
+  example=lambda cls, budget: cls(
+    "alternate", sinks=budget // 3, recent=max(1, budget - budget // 3)
+  ),
+  neutral=lambda cls, length: cls("alternate", sinks=0, recent=length),
+)

@@ -16,7 +16,7 @@ from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.core.traits import Traits
 from kvjax.families import forms, sight
-from kvjax.families.method import Aux, Method
+from kvjax.families.method import Aux
 from kvjax.families.selective import SelectiveTokens
 from kvjax.methods.hshare import kernel, sharing
 from kvjax.ops import attention, selection
@@ -206,12 +206,8 @@ class InUse(NamedTuple):
   retrieves: Array
 
 
-def _example(cls: type[HShare], budget: int) -> Method:
-  return cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4))
-
-
-def _neutral(cls: type[HShare], length: int) -> Method:
-  return cls(budget=length + 40)
-
-
-settings.register(HShare, example=_example, neutral=_neutral)
+settings.register(
+  HShare,
+  example=lambda cls, budget: cls(budget=budget, sinks=budget // 16, local=max(1, budget // 4)),
+  neutral=lambda cls, length: cls(budget=length + 40),
+)

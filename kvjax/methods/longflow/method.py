@@ -113,13 +113,9 @@ class LongFlow(SnapKV):
     return {"sinks": self.sinks, "recent": self.recent}
 
 
-def _repo(cls: type[LongFlow], budget: int) -> Method:
-  """The authors' repository: one victim per layer, named by the scores of all its heads."""
-  return cls(budget=budget, per="layer")
-
-
-def _example(cls: type[LongFlow], budget: int) -> Method:
-  return cls(budget=budget, window_size=min(32, max(1, budget // 4)))
-
-
-settings.register(LongFlow, repo=_repo, example=_example)
+settings.register(
+  LongFlow,
+  # The authors' repository: one victim per layer, named by the scores of all its heads.
+  repo=lambda cls, budget: cls(budget=budget, per="layer"),
+  example=lambda cls, budget: cls(budget=budget, window_size=min(32, max(1, budget // 4))),
+)

@@ -271,12 +271,8 @@ class PRR(Wrapper):
     return speculation.noted(kept, self._foreseen(at, kept, state, ahead), selected)
 
 
-def _example(cls: type[PRR], budget: int) -> Method:
-  return cls(settings.example(Quest, budget), budget=1.5)
-
-
-def _neutral(cls: type[PRR], length: int) -> Method:
-  return cls(settings.neutral(Quest, length), budget=1.0)
-
-
-settings.register(PRR, example=_example, neutral=_neutral)
+settings.register(
+  PRR,
+  example=lambda cls, budget: cls(settings.example(Quest, budget), budget=1.5),
+  neutral=lambda cls, length: cls(settings.neutral(Quest, length), budget=1.0),
+)

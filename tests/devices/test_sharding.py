@@ -62,6 +62,15 @@ def one_of(names, *families):
   return pytest.mark.parametrize("name", cases)
 
 
+PROMPT = TOKENS[:, : LENGTHS.max()]
+
+
+def read(decoder, method, tokens=PROMPT, lengths=LENGTHS, room=0, **how):
+  """Logits and caches of a prompt."""
+  caches = decoder.init_caches(method, len(lengths), CAPACITY + room)
+  return prefill(decoder, tokens, lengths, caches, method, **how)
+
+
 # Every method's layer is split over two devices in tests/laws.
 @pytest.mark.kin
 @pytest.mark.slow
@@ -87,12 +96,8 @@ def test_context_parallel_equals_one_device(name, mesh):
 def test_sharded_prompts_in_chunks(name, mesh):
   """The first chunk is attended to by heads, the later ones by slots."""
   method = kvjax.settings.example(METHODS[name], BUDGET)
-
-  def read(decoder):
-    caches = decoder.init_caches(method, 2, CAPACITY)
-    return prefill(decoder, TOKENS, LENGTHS, caches, method, chunk=16)[0]
-
-  np.testing.assert_allclose(read(model(*mesh)), read(model()), atol=CLOSE)
+  found, wanted = (read(x, method, TOKENS, chunk=16)[0] for x in (model(*mesh), model()))
+  np.testing.assert_allclose(found, wanted, atol=CLOSE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +136,8 @@ def test_a_batch_has_caches_in_parts_alone(mesh):
 @pytest.mark.slow
 @over((2, 1), (1, 2))
 def test_sharded_prompts_may_fill_the_capacity(mesh):
-  method, lengths = kvjax.Full(), np.array([CAPACITY, 7], np.int32)
-
-  def read(decoder):
-    return prefill(decoder, TOKENS, lengths, decoder.init_caches(method, 2, CAPACITY), method)
-
-  (found, caches), (wanted, _) = read(model(*mesh)), read(model())
+  prompt = kvjax.Full(), TOKENS, np.array([CAPACITY, 7], np.int32)
+  (found, caches), (wanted, _) = read(model(*mesh), *prompt), read(model(), *prompt)
   np.testing.assert_allclose(found, wanted, atol=CLOSE)
   assert caches[0].used.tolist() == [CAPACITY, 7]
 
@@ -149,13 +150,12 @@ def test_retrieval_heads_on_any_device(mesh):
   heads = ((0, 3, 0.5), (2, 12, 0.4))
   method = kvjax.Ltri(2, 8, 4, 2, chunk=16, held=4, last=0, heads=heads, persistent=False)
 
-  def read(decoder):
-    caches = decoder.init_caches(method, 2, CAPACITY)
-    logits, caches = prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
-    out, caches = generate(decoder, logits, caches, method, steps=STEPS, return_logits=True)
+  def answered(decoder):
+    state = read(decoder, method)
+    out, caches = generate(decoder, *state, method, steps=STEPS, return_logits=True)
     return out.logits, [cache.rows for cache in caches]
 
-  (found, ours), (wanted, theirs) = read(model(*mesh)), read(model())
+  (found, ours), (wanted, theirs) = answered(model(*mesh)), answered(model())
   np.testing.assert_allclose(found, wanted, atol=CLOSE)
   for mine, other in zip(ours, theirs, strict=True):
     for name in ("gone", "held", "kept"):
@@ -173,13 +173,12 @@ def test_several_steps_a_call_on_any_device(monkeypatch, name, mesh):
   monkeypatch.setattr(step, "quick", lambda _: True)
   method = kvjax.settings.example(METHODS[name], BUDGET)
 
-  def read(decoder):
-    caches = decoder.init_caches(method, 2, CAPACITY + 32)
-    logits, caches = prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
-    out, caches = generate(decoder, logits, caches, method, steps=18, return_logprobs=True)
+  def answered(decoder):
+    state = read(decoder, method, room=32)
+    out, caches = generate(decoder, *state, method, steps=18, return_logprobs=True)
     return out, [cache.seen.tolist() for cache in caches]
 
-  (found, ours), (wanted, theirs) = read(model(*mesh)), read(model())
+  (found, ours), (wanted, theirs) = answered(model(*mesh)), answered(model())
   np.testing.assert_array_equal(found.tokens, wanted.tokens)
   np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=CLOSE)
   assert ours == theirs == [(LENGTHS + 18).tolist()] * len(theirs)
@@ -194,9 +193,8 @@ def test_stores_are_split_by_heads(mesh, tmp_path):
   for decoder in (model(*mesh), model()):
     spec, found = decoder.spec(2, CAPACITY), []
     for rows in (2, 1):
-      prompt = TOKENS[:rows, : LENGTHS[:rows].max()], LENGTHS[:rows]
-      empty = decoder.init_caches(method, rows, CAPACITY)
-      found.append(prefill(decoder, *prompt, empty, method))
+      lengths = LENGTHS[:rows]
+      found.append(read(decoder, method, TOKENS[:rows, : lengths.max()], lengths))
     (logits, live), (_, new) = found
     live, folder = insert(live, [1], new), tmp_path / str(len(made))
     save(folder, logits, live, method=method, spec=spec)
@@ -237,13 +235,12 @@ def test_prompts_in_sixteen_bits(name, mesh):
   one = Transformer(CONFIG, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   method = kvjax.settings.example(METHODS[name], BUDGET)
 
-  def read(decoder):
-    caches = decoder.init_caches(method, 2, CAPACITY)
-    logits, caches = prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
+  def answered(decoder):
+    logits, caches = read(decoder, method)
     out, _ = generate(decoder, logits, caches, method, steps=2, return_logits=True)
     return np.asarray(logits), np.asarray(out.logits[:, 0])
 
-  for found, wanted in zip(read(shard(one, mesh_of(*mesh))), read(one), strict=True):
+  for found, wanted in zip(answered(shard(one, mesh_of(*mesh))), answered(one), strict=True):
     assert np.linalg.norm(found - wanted) <= 0.03 * np.linalg.norm(wanted)
 
 
@@ -303,12 +300,10 @@ def test_checkpoints_are_restored_into_the_layout(tmp_path):
   for weight, parts in ((layer.attention.wqkv, 2), (layer.mlp.down, 2), (spread.norm.scale, 1)):
     shard_bytes = weight[...].addressable_shards[0].data.nbytes
     assert len(weight[...].sharding.device_set) == 2 and weight[...].nbytes == parts * shard_bytes
-  tokens, lengths = np.arange(1, 12)[None], np.array([11])
-  out = []
+  method, out = kvjax.Full(), []
   for decoder in (whole, spread):
-    caches = decoder.init_caches(kvjax.Full(), 1, 32)
-    logits, caches = prefill(decoder, tokens, lengths, caches, kvjax.Full())
-    out.append(generate(decoder, logits, caches, kvjax.Full(), steps=6, return_logits=True)[0])
+    state = read(decoder, method, np.arange(1, 12)[None], np.array([11]))
+    out.append(generate(decoder, *state, method, steps=6, return_logits=True)[0])
   np.testing.assert_array_equal(out[0].tokens, out[1].tokens)
   np.testing.assert_allclose(out[0].logits, out[1].logits, atol=CLOSE)
 
@@ -355,9 +350,7 @@ def test_reports_are_of_all_heads():
   method = kvjax.settings.example(METHODS["quest"], BUDGET)
 
   def reports(decoder, caches):
-    _, caches = decoder.prefill(
-      jnp.asarray(TOKENS[:, : LENGTHS.max()]), jnp.asarray(LENGTHS), caches, method
-    )
+    _, caches = decoder.prefill(jnp.asarray(PROMPT), jnp.asarray(LENGTHS), caches, method)
     return decoder.decode(jnp.asarray(TOKENS[:, 0]), caches, method, with_aux=True)[2]
 
   decoders = model(), model(2)
@@ -376,13 +369,9 @@ def test_nan_on_one_device_is_everybodys(mesh):
   decoder, method = shard(model(), mesh_of(*mesh)), kvjax.Full()
   decoder.env = dataclasses.replace(decoder.env, check_nan=True)
   graph, leaves = split(decoder)
-
-  def read():
-    caches = decoder.init_caches(method, 2, CAPACITY)
-    return prefill(decoder, TOKENS[:, : LENGTHS.max()], LENGTHS, caches, method)
-
-  generate(decoder, *read(), method, steps=4, chunk=2)  # finds nothing where there is nothing
-  logits, caches = read()
+  state = read(decoder, method)
+  generate(decoder, *state, method, steps=4, chunk=2)  # finds nothing where there is nothing
+  logits, caches = read(decoder, method)
   v = caches[1].slots["v"]
   sick = caches[0], caches[1].put(slots={"v": v.at[1, 5, 3, 2].set(jnp.nan)}), *caches[2:]
 

@@ -111,13 +111,8 @@ OTHERS = (
 # One shape for every bucket that has measurements of its own: first what the marks need.
 TUNED = (
   *MARKS,
-  Shape(1, 8, 4, 4 << 10),
-  Shape(1, 8, 4, 32 << 10),
-  Shape(8, 8, 4, 4 << 10),
-  Shape(8, 2, 6, 32 << 10),
-  Shape(32, 3, 3, 8 << 10, head_dim=64),
+  *(shape for shape in OTHERS if not shape.ragged),
   Shape(1, 3, 3, 8 << 10, head_dim=64),
-  Shape(8, 8, 4, 16 << 10, head_dim=256),
   Shape(64, 8, 4, 32 << 10),
   Shape(128, 8, 4, 4 << 10),
 )

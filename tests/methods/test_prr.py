@@ -13,6 +13,7 @@ from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Quest, TopKOracle
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream
+from tests.kernels.listed import alike
 from tests.oracles import attend, begun, probabilities
 from tests.selection import Watched, block_scores, choose, page_bounds, tokens_of
 from tests.selection import read as slots_read
@@ -348,22 +349,16 @@ def test_art_may_not_walk_what_is_repaired():
 def test_kernels_equal_the_reference(kwargs, base):
   """Outputs, sets, reports and the predictor, step by step: in one launch where one does both."""
   method = PRR(base, calibrate=False, **kwargs)
-  stream = Stream.random(8, tokens=50)
-  layers = [
-    begun(method, stream, [37, 21], capacity=50, layer=2, env=Env(4, impl=impl, tile=4))
-    for impl in ("reference", "pallas")
-  ]
-  for step in range(6):
-    at = [37 + step, 21 + step]
-    (want, there), (out, aux) = (layer.decode(at) for layer in layers)
-    np.testing.assert_allclose(out, want, atol=1e-5)
+  how = {"atol": 1e-5, "steps": 6, "lengths": [37, 21]}
+  kernels, reference = alike(method, Stream.random(8, tokens=50), 2, **how)
+  for aux, there in zip(kernels[1], reference[1], strict=True):
     for name in there:
       np.testing.assert_allclose(aux[name], there[name], atol=1e-5, err_msg=name)
-  for name, x in layers[0].cache.heads.items():
-    held = [np.asarray(layer.cache.heads[name]) for layer in layers]
+  for name, x in reference[2].heads.items():
+    found, want = (np.asarray(cache.heads[name]) for cache in (kernels[2], reference[2]))
     if x.dtype == np.int32:  # kernels list tiles by index
-      held = [np.sort(x, -1) for x in held]
-    np.testing.assert_allclose(held[1], held[0], atol=1e-4, err_msg=name)
+      found, want = np.sort(found, -1), np.sort(want, -1)
+    np.testing.assert_allclose(found, want, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax import RKV, Env
-from kvjax.testing.layer import Layer, Stream, rotate
+from kvjax.testing.layer import Stream, rotate
 from tests.oracles import begun, follow, held, keys, logits, softmax
 
 
@@ -64,6 +64,16 @@ class Oracle:
     self.held.append(t)
 
 
+def begun_oracles(method, stream, lengths, cap=None):
+  """Those of every row and head, after prompts."""
+  places = np.ndindex(stream.k.shape[:2])
+  oracles = {at: Oracle(stream, *at, method, cap) for at in places}
+  for (b, _), oracle in oracles.items():
+    oracle.held = list(range(lengths[b]))
+    oracle.compress()
+  return oracles
+
+
 def repetitive(seed, **kwargs):
   """Keys that are few prototypes with noise, before rotation."""
   stream = Stream.random(seed, **kwargs)
@@ -105,12 +115,8 @@ def test_kept_sets_and_outputs_over_a_generation(method, cap):
   lengths = [33, 9]
   stream = repetitive(1, kv_heads=2, tokens=300)
   env = Env(4, impl="reference", tile=4, soft_cap=cap)
-  layer = Layer(method, stream, capacity=300, env=env)
-  oracles = {(b, h): Oracle(stream, b, h, method, cap) for b in range(2) for h in range(2)}
-  layer.prefill(lengths)
-  for (b, _), oracle in oracles.items():
-    oracle.held = list(range(lengths[b]))
-    oracle.compress()
+  layer = begun(method, stream, lengths, capacity=300, env=env)
+  oracles = begun_oracles(method, stream, lengths, cap)
 
   def kept(b, h, t):
     oracles[b, h].step(t)
@@ -123,29 +129,23 @@ def test_kept_sets_and_outputs_over_a_generation(method, cap):
 def test_turns_are_ranked_with_the_newest_queries():
   """A turn of two tokens after decoding: the window's other queries come from the cache."""
   method = RKV(12, buffer=5, window_size=4, pool=3)
-  stream = repetitive(2, tokens=60)
-  layer = Layer(method, stream, capacity=60)
-  oracles = [[Oracle(stream, b, h, method) for h in range(3)] for b in range(2)]
-  layer.prefill([20, 7])
-  at = [20, 7]
-  for b, row in enumerate(oracles):
-    for oracle in row:
-      oracle.held = list(range(at[b]))
-      oracle.compress()
+  stream, at = repetitive(2, tokens=60), [20, 7]
+  layer = begun(method, stream, at, capacity=60)
+  oracles = begun_oracles(method, stream, at)
+
+  def kept(b, h, t):
+    oracles[b, h].step(t)
+    return oracles[b, h].held
+
   for turn in ([2, 9], [0, 3], [6, 1]):
-    for _ in range(3):
-      layer.decode(at)
-      for b, row in enumerate(oracles):
-        for oracle in row:
-          oracle.step(at[b])
-      at = [n + 1 for n in at]
+    follow(layer, at, 3, kept, atol=2e-5)
+    at = [n + 3 for n in at]
     layer.prefill(turn, start=at, tokens=9, past=None)
-    for b, row in enumerate(oracles):
-      for h, oracle in enumerate(row):
-        oracle.held += range(at[b], at[b] + turn[b])
-        if turn[b]:
-          oracle.compress()
-        assert held(layer.cache, b, h) == oracle.held
+    for (b, h), oracle in oracles.items():
+      oracle.held += range(at[b], at[b] + turn[b])
+      if turn[b]:
+        oracle.compress()
+      assert held(layer.cache, b, h) == oracle.held
     at = [n + more for n, more in zip(at, turn, strict=True)]
 
 

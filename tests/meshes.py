@@ -3,17 +3,14 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import multihost_utils
 
 import kvjax
-from kvjax import Env
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.parallel import shard
-from kvjax.models.nn.transformer import Transformer
+from kvjax.testing import tiny
 
 
 def mesh_of(heads=1, slots=1):
@@ -44,20 +41,4 @@ IMPL = "auto" if GPU else "reference"
 @functools.cache
 def model(heads=0, slots=1):
   """The decoder on one device (0), or spread over heads × slots of them."""
-  if heads:
-    return shard(model(), mesh_of(heads, slots))
-  graph, shapes = nnx.split(
-    nnx.eval_shape(lambda: Transformer(CONFIG, dtype=jnp.float32, impl=IMPL, rngs=nnx.Rngs(0)))
-  )
-  rng = np.random.default_rng(0)
-
-  def draw(path, x):
-    name = jax.tree_util.keystr(path)
-    if "norm" in name:
-      return jnp.ones(x.shape, x.dtype)
-    scale = 2.5 * x.shape[0] ** -0.5 if "wqkv" in name else CONFIG.dim**-0.5
-    return jnp.asarray(rng.normal(size=x.shape) * (1 if "embed" in name else scale), x.dtype)
-
-  built = nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
-  built.env = Env(CONFIG.layers, CONFIG.rope, IMPL, tile=4)
-  return built
+  return shard(model(), mesh_of(heads, slots)) if heads else tiny.drawn(CONFIG, IMPL)

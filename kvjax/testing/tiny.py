@@ -38,8 +38,12 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab, (2, 40), np.int32)
 
 @functools.cache
 def model(impl="reference", tile=4, layers=CONFIG.layers):
+  """The decoder that the laws run on, with as many of its layers."""
+  return drawn(dataclasses.replace(CONFIG, layers=layers), impl, tile)
+
+
+def drawn(config, impl, tile=4):
   """Weights scaled so that attention is peaked: dropping tokens must change the logits."""
-  config = dataclasses.replace(CONFIG, layers=layers)
   graph, shapes = nnx.split(
     nnx.eval_shape(lambda: Transformer(config, dtype=jnp.float32, impl=impl, rngs=nnx.Rngs(0)))
   )
@@ -49,12 +53,12 @@ def model(impl="reference", tile=4, layers=CONFIG.layers):
     name = jax.tree_util.keystr(path)
     if "norm" in name:
       return jnp.ones(x.shape, x.dtype)
-    scale = 2.5 * x.shape[0] ** -0.5 if "wqkv" in name else CONFIG.dim**-0.5
+    scale = 2.5 * x.shape[0] ** -0.5 if "wqkv" in name else config.dim**-0.5
     scale = 1.0 if "embedding" in name else scale
     return jnp.asarray(rng.normal(size=x.shape) * scale, x.dtype)
 
   built = nnx.merge(graph, jax.tree_util.tree_map_with_path(draw, shapes))
-  built.env = Env(layers, CONFIG.rope, impl, tile)
+  built.env = Env(config.layers, config.rope, impl, tile)
   return built
 
 

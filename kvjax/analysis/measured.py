@@ -61,5 +61,5 @@ class Measured(Wrapper):
   def _chosen(self, cache: Cache, plan: Plan) -> Bool[Array, "B K S"]:
     """Slots that the step attended to."""
     view = attention.read(cache, plan)
-    slot = jnp.where(attention.seen(plan, view), view.slot, cache.size)
+    slot = jnp.where(attention.seen(plan, view.pos, view.slot), view.slot, cache.size)
     return slots.put(jnp.zeros(cache.pos.shape, bool), slot, jnp.ones_like(slot, bool))

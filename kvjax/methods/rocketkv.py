@@ -18,7 +18,7 @@ from kvjax.families.bounded import Bounded
 from kvjax.families.method import Method
 from kvjax.families.selective import Selective, Tiles
 from kvjax.methods.snapkv import SnapKV
-from kvjax.ops import tiles
+from kvjax.ops import attention, tiles
 from kvjax.primitives import softmax_state
 
 
@@ -85,9 +85,7 @@ class RocketKV(Selective):
     share = jnp.abs(part).sum(-1) / jnp.abs(q).sum(-1)
     logits *= jnp.where(share > 0, (size * share) ** -0.5, 1.0)[..., None]
     logits = softmax_state.capped(jnp.repeat(logits, page, -1), at.env.soft_cap)[..., : cache.size]
-    ok = (cache.pos >= 0) & visible.span.holds(jnp.arange(cache.size, dtype=jnp.int32))
-    if visible.window is not None:
-      ok &= visible.window.sees(cache.pos)[:, :, 0]
+    ok = attention.seen(visible, cache.pos, jnp.arange(cache.size, dtype=jnp.int32))
     bad = jnp.isnan(logits)  # it stays where it is, to be chosen and heard of
     logits = jnp.where(ok[:, :, None] & ~bad, logits, -jnp.inf)
     total = jax.nn.logsumexp(jax.nn.log_softmax(logits, -1), 2)  # ln Σ keeps the order of Σ

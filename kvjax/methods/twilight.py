@@ -58,7 +58,7 @@ class Twilight(Wrapper):
     if chosen.table is None:
       return chosen, carry
     view = attention.read(cache, chosen)
-    ok = attention.seen(chosen, view)
+    ok = attention.seen(chosen, view.pos, view.slot)
     keys = _rounded(view.k, self.bits)
     logits = attention.logits_of(q[:, :, :, None], keys, at.env.soft_cap)[:, :, :, 0]
     keep = ok

@@ -47,16 +47,16 @@ def read(cache: Cache, plan: Plan) -> View:
   return View(k, v, pos, jnp.where(ok, slot, cache.size))
 
 
-def seen(plan: Plan, view: View) -> Bool[Array, "B K W"]:
-  """True where the newest token's queries see a fetched slot."""
-  ok = (view.pos >= 0) & plan.span.holds(view.slot)
-  return ok if plan.window is None else ok & plan.window.sees(view.pos)[:, :, 0]
+def seen(plan: Plan, pos: Int[Array, "B K W"], slot: Int[Array, "*#BKW"]) -> Bool[Array, "B K W"]:
+  """True where the newest token's queries see what a slot holds."""
+  ok = (pos >= 0) & plan.span.holds(slot)
+  return ok if plan.window is None else ok & plan.window.sees(pos)[:, :, 0]
 
 
 def attend(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
   """Attention of the newest token's queries over a plan (q rotated at its own position)."""
   view, qpos, window = read(cache, plan), (cache.seen - 1)[:, None], plan.window
-  ok = seen(plan, view)
+  ok = seen(plan, view.pos, view.slot)
   logits = windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, window)[:, :, :, 0]
   logits = jnp.where(ok[:, :, None], logits, -jnp.inf)
   v = jnp.where(ok[..., None], view.v, 0)  # empty slots may hold NaN
@@ -86,7 +86,7 @@ def attend_shared(at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) 
   rows, k, v = cache.pos.shape[1], cache.slots["k"], cache.slots["v"]
   pos = jnp.repeat(cache.pos, shared_slots.sharers(cache), 1)
   slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), pos.shape)
-  ok = seen(plan, View(k, v, pos, slot))
+  ok = seen(plan, pos, slot)
   joined = q.reshape(q.shape[0], rows, -1, q.shape[3])[:, :, :, None]
   qpos = (cache.seen - 1)[:, None]
   logits = windowed_logits(at, joined, qpos, k, cache.pos, plan.window)

@@ -149,10 +149,8 @@ def token_weights(
     where, sizes = (span.start, span.stop, span.stop), {"blocks": cache.size, "log": True}
     how = {"span_sinks": span.sinks, "soft_cap": at.env.soft_cap, **sizes, **needed}
     return run(q.astype(k.dtype), k, *where, **how)
-  span, qpos = slot_shards.span(at, cache, span), (cache.seen - 1)[:, None]
-  ok = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
-  if window is not None:
-    ok &= window.sees(cache.pos)[:, :, 0]
+  here, qpos = slot_shards.part(at, cache, visible), (cache.seen - 1)[:, None]
+  ok = attention.seen(here, cache.pos, jnp.arange(cache.size, dtype=jnp.int32))
   logits = attention.windowed_logits(at, q[:, :, :, None], qpos, k, cache.pos, window)[:, :, :, 0]
   # A NaN stays where it is, to be chosen and heard of: in the denominator it would be everywhere.
   bad = jnp.isnan(logits)

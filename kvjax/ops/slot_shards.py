@@ -53,20 +53,13 @@ def reach(at: At, slots: Int[Array, " A"], size: int) -> Int[Array, " A"]:
   return jnp.clip(slots - first(at, size), 0, size)
 
 
-def span(at: At, cache: Cache, span: Span) -> Span:
-  """The slots of this device that a span covers."""
-  if at.env.slot_axis is None:
-    return span
-  before = first(at, cache.size)
-  start, stop = (jnp.clip(x - before, 0, cache.size) for x in (span.start, span.stop))
-  return Span(start, stop, span.sinks, jnp.asarray(before))
-
-
 def part(at: At, cache: Cache, plan: Plan) -> Plan:
   """The part of a plan that this device reads, in the plan's order."""
   if at.env.slot_axis is None:
     return plan
-  covered = span(at, cache, plan.span)
+  before = first(at, cache.size)
+  start, stop = (jnp.clip(x - before, 0, cache.size) for x in (plan.span.start, plan.span.stop))
+  covered = Span(start, stop, plan.span.sinks, jnp.asarray(before))
   if plan.table is None:
     return dataclasses.replace(plan, span=covered)
   if cache.size % plan.unit:
@@ -76,7 +69,7 @@ def part(at: At, cache: Cache, plan: Plan) -> Plan:
     )
   assert plan.count is not None  # a table comes with its count
   tiles = cache.size // plan.unit
-  local = plan.table - first(at, cache.size) // plan.unit
+  local = plan.table - before // plan.unit
   listed = jnp.arange(local.shape[-1]) < plan.count[..., None]
   ok = listed & (plan.table >= 0) & (local >= 0) & (local < tiles)
   order = jnp.argsort(~ok, -1, stable=True)[..., : min(tiles, local.shape[-1])]

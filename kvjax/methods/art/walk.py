@@ -144,7 +144,7 @@ def load(
   slot = jnp.where(listed, entry * plan.unit + key % plan.unit, -1)
   full = jnp.full_like(plan.count, tile)
   view = attention.read(cache, dataclasses.replace(plan, table=slot, count=full, unit=1))
-  ok, qpos = attention.seen(plan, view), (cache.seen - 1)[:, None]
+  ok, qpos = attention.seen(plan, view.pos, view.slot), (cache.seen - 1)[:, None]
   x = attention.windowed_logits(at, q[:, :, :, None], qpos, view.k, view.pos, plan.window)
   x = x[:, :, :, 0]
   x = jnp.where(ok[:, :, None], x, -jnp.inf)

@@ -44,10 +44,8 @@ def log_weights(
   now = (cache.seen - 1)[:, None]
   keys, window = cache.slots["k"], visible.window
   logits = attention.windowed_logits(at, q[:, :, :, None], now, keys, cache.pos, window)
-  span = slot_shards.span(at, cache, visible.span)
-  sees = (cache.pos >= 0) & span.holds(jnp.arange(cache.size, dtype=jnp.int32))
-  if window is not None:
-    sees &= window.sees(cache.pos)[:, :, 0]
+  here = slot_shards.part(at, cache, visible)
+  sees = attention.seen(here, cache.pos, jnp.arange(cache.size, dtype=jnp.int32))
   logits = jnp.where(sees[:, :, None], logits[:, :, :, 0], -jnp.inf)
   return slot_shards.log_softmax(at, logits), sees
 

@@ -2,12 +2,9 @@
 
 import math
 
-import jax
 import numpy as np
 
-from kvjax.primitives.codes import WORDS, quantise
 from kvjax.testing.layer import softmax_average
-from tests.kernels.listed import codes
 
 LOOSE = {"tau": 0.7, "phi": 0.4, "patience": 1}
 
@@ -116,17 +113,3 @@ def inputs(seed, batch, heads, groups, slots, head_dim):
   rng = np.random.default_rng(seed)
   shapes = (batch, heads, groups, head_dim), *[(batch, heads, slots, head_dim)] * 2
   return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-
-
-_quantise = jax.jit(quantise, static_argnums=(1, 2))
-
-
-def coded(k, v, bits, read):
-  """Words, scales and zero points (NaN where nothing is read), and the numbers, by NumPy."""
-  both = zip((k, v), WORDS.values(), strict=True)
-  held, numbers = [_quantise(x, bits, word) for x, word in both], []
-  for x in held:
-    zero = 0 if x.zero is None else np.float64(x.zero)[..., None]
-    numbers.append(codes(x.words, bits) * np.float64(x.scale)[..., None] + zero)
-  per_slot = [x.scale for x in held] + [x.zero for x in held if x.zero is not None]
-  return [x.words for x in held], [np.where(read, x, np.nan) for x in per_slot], numbers

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.primitives.codes import WORDS, quantise, rounded_query
+from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import capped
-from tests.compiled import compiled
-from tests.kernels.listed import codes
+from tests.kernels.listed import coded
 
 # Where the rough reference happens to be exact, rounding of a different order is still allowed.
 FLOOR = 2e-6
-_quantise, _rounded = compiled(quantise), jax.jit(rounded_query)
+_rounded = jax.jit(rounded_query)
 
 
 class Case(NamedTuple):
@@ -52,14 +51,8 @@ def drawn(rng, lead, groups, slots, head_dim, dtype, bits=None) -> Case:
   if bits is None:
     arrays = q, jnp.asarray(k, dtype), jnp.asarray(v, dtype)
     return Case(arrays, tuple(np.asarray(x, np.float64) for x in arrays))
-  made = [_quantise(x, bits, WORDS[n]) for n, x in (("k", k + np.float32(0.3)), ("v", 3 * v - 1))]
-  numbers = []
-  for x in made:
-    zero = 0 if x.zero is None else np.asarray(x.zero, np.float64)[..., None]
-    numbers.append(codes(x.words, bits) * np.asarray(x.scale, np.float64)[..., None] + zero)
-  per_slot = [x.scale for x in made] + [x.zero for x in made if x.zero is not None]
-  numbers = np.asarray(_rounded(q), np.float64), *numbers
-  return Case((q, *(x.words for x in made)), numbers, per_slot, bits)
+  words, per_slot, numbers = coded(k + np.float32(0.3), 3 * v - 1, bits)
+  return Case((q, *words), (np.asarray(_rounded(q), np.float64), *numbers), per_slot, bits)
 
 
 def visible(start, stop, sinks, slots):

@@ -3,8 +3,11 @@
 import numpy as np
 
 from kvjax import Env, Linear, Rope, Yarn
+from kvjax.primitives.codes import WORDS, quantise
 from kvjax.testing.layer import Layer
+from tests.compiled import compiled
 
+_quantise = compiled(quantise)
 _YARN = Yarn(8.0, 4096)
 # By which a token that enters is turned.
 ROPES = [Rope(5e5), Rope(scaling=Linear(4.0)), Rope(partial=0.5)]
@@ -20,6 +23,16 @@ def codes(words, bits):
   else:
     parts = np.stack([octets & 15, octets // 16], -1).reshape(*words.shape, -1)
   return np.swapaxes(parts, -1, -2).reshape(*words.shape[:-1], -1).astype(np.float64)
+
+
+def coded(k, v, bits):
+  """Words of keys and values, their scales and zero points, and the numbers by NumPy."""
+  held, numbers = [_quantise(x, bits, WORDS[n]) for n, x in (("k", k), ("v", v))], []
+  for x in held:
+    zero = 0 if x.zero is None else np.float64(x.zero)[..., None]
+    numbers.append(codes(x.words, bits) * np.float64(x.scale)[..., None] + zero)
+  per_slot = [x.scale for x in held] + [x.zero for x in held if x.zero is not None]
+  return [x.words for x in held], per_slot, numbers
 
 
 def plan(seed, batch, heads, slots, unit, width):

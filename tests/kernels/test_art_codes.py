@@ -16,8 +16,8 @@ from kvjax.kernels.art.walk import walk
 from kvjax.kernels.common.config import Config
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Stream
-from tests.kernels.art_oracle import LOOSE, coded, inputs
-from tests.kernels.listed import alike
+from tests.kernels.art_oracle import LOOSE, inputs
+from tests.kernels.listed import alike, coded
 
 
 @pytest.mark.slow
@@ -25,8 +25,7 @@ from tests.kernels.listed import alike
 def test_without_an_end_it_is_decode(bits):
   """bfloat16 queries, and a tile in parts: looking at the output leaves it alone."""
   q, k, v = inputs(3, 2, 3, 3, 300, 64)
-  words, per_slot, numbers = coded(k, v, bits, np.ones(k.shape[:3], bool))
-  words, per_slot = ([jnp.asarray(x) for x in each] for each in (words, per_slot))
+  words, per_slot, numbers = coded(k, v, bits)
   q, bounds = (
     jnp.asarray(q, jnp.bfloat16),
     (jnp.zeros((2, 1), jnp.int32), jnp.asarray([[290], [77]])),

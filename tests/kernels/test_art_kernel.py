@@ -18,9 +18,9 @@ from kvjax.kernels.common.config import Config
 from kvjax.primitives.codes import rounded_query
 from kvjax.testing.layer import Layer, Stream
 from tests.cover import pairwise
-from tests.kernels.art_oracle import LOOSE, coded, compare, cut_into, inputs, listed_orders
+from tests.kernels.art_oracle import LOOSE, compare, cut_into, inputs, listed_orders
 from tests.kernels.decode_oracle import same_bits
-from tests.kernels.listed import alike, plan
+from tests.kernels.listed import alike, coded, plan
 
 UNITS, WALKS = (1, 3, 16, 256), ((1, 0), (3, 0), (1, 3))  # the latter: splits, share
 HEADS = {"per_head": True, "full": True, "kept": 4, "patience": 2}
@@ -48,8 +48,9 @@ def test_a_table_against_algorithm_1(unit, how, bits, head_dim, kwargs):
   given, arrays = {}, [q, k, v]
   stored = [np.where(read[..., None], x, np.nan) for x in (k, v)]
   if bits is not None:
-    stored, per_slot, numbers = coded(k, v, bits, read)
-    given, arrays = {"per_slot": per_slot}, [np.asarray(jax.jit(rounded_query)(q)), *numbers]
+    stored, per_slot, numbers = coded(k, v, bits)
+    given = {"per_slot": [np.where(read, x, np.nan) for x in per_slot]}
+    arrays = [np.asarray(jax.jit(rounded_query)(q)), *numbers]
   run = functools.partial(walk, unit=unit, sinks=sinks, tile=tile, splits=splits, share=share)
   run = jax.jit(functools.partial(run, chunk=3, cut=cut, bits=bits or 8, **detector))
   operands = q, *stored, *where

@@ -7,6 +7,7 @@ import numpy as np
 from kvjax.models.decode.reconstruct import Instructions
 from kvjax.testing import tiny
 from tests import decoder_oracle
+from tests.oracles import softmax
 
 model = functools.partial(tiny.model, layers=2)  # that they are several is enough
 
@@ -34,8 +35,7 @@ def by_hand(row, n, chunk, sinks):
       if t > n:
         at = np.array([*mine, *range(n, t)])
         for each in q:
-          weight = np.exp(k[at] @ each / np.sqrt(len(each)))
-          share = (weight / weight.sum())[: len(mine)]
+          share = softmax(k[at] @ each / np.sqrt(len(each)))[: len(mine)]
           for j, x in zip(mine, share, strict=True):
             if j >= start:
               out[number - 1, head, j] = max(out[number - 1, head, j], x)

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvjax import Carry, Env, Prompt
 from kvjax.testing.layer import Stream, capped, driver, rotate
+from tests.oracles import softmax
 
 
 class Stack:
@@ -99,8 +100,7 @@ class Oracle:
         here, there = rotate(q, t), rotate(q, self.m.local)
         x = [here @ rotate(self.k[h, j], j) for j in near]
         x += [there @ self.k[h, j] for j in far]
-        p = np.exp(capped(np.array(x) / np.sqrt(len(q)), self.cap))
-        p /= p.sum()
+        p = softmax(capped(np.array(x) / np.sqrt(len(q)), self.cap))
         out[h, g] = p @ self.v[h, [*near, *far]]
         for j, share in zip(near, p, strict=False):
           self.given[h, g, t, j] = share

@@ -12,7 +12,7 @@ from kvjax.testing.layer import Layer, Stream, rotate
 from tests import steps
 from tests.coded import kept, own_rounded
 from tests.kernels.listed import LENGTHS, alike, taken
-from tests.oracles import held
+from tests.oracles import held, softmax
 
 # Methods whose steps list tiles of what they keep, and leave attention to them as it is.
 LISTING = ("quest", "infllm_v2", "rocketkv", "double_sparsity", "topk_oracle", "hshare", "cis")
@@ -65,8 +65,7 @@ def test_longflow_names_by_what_is_stored(bits, impl):
       keys, values = kept(stream, b, h, LENGTHS[b], positions, bits)
       total = np.zeros(len(positions))
       for query in stream.q[b, h, :, at[b]]:
-        x = keys @ own_rounded(rotate(query, at[b]), 8) / np.sqrt(len(query))
-        total += np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+        total += softmax(keys @ own_rounded(rotate(query, at[b]), 8) / np.sqrt(len(query)))
       size = total * np.abs(values).sum(-1)
       free = [p if 1 <= p < at[b] else -1 for p in positions]
       least = min((s, p) for s, p in zip(size, free, strict=True) if p >= 0)

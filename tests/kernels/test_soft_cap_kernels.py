@@ -18,7 +18,7 @@ from kvjax.kernels.prr.repair import repair
 from kvjax.kernels.prr.speculate import attend_tiles, speculate, speculate_keys
 from kvjax.kernels.selection import key_weights
 from kvjax.methods.art.certificate import TANH_ERROR
-from kvjax.testing.layer import capped
+from tests.kernels.decode_oracle import exact
 
 pytestmark = pytest.mark.slow  # the core has layers that run some of these kernels
 
@@ -35,18 +35,15 @@ def case(dtype, groups=3, heads=3, head_dim=24, slots=80):
   shapes = (2, heads, groups, head_dim), *[(2, heads, slots, head_dim)] * 2
   q, k, v = (rng.normal(size=shape) for shape in shapes)
   q, k, v = (jnp.asarray(x, dtype) for x in (1.5 * q, k, v))
-  wide_q, wide_k, wide_v = (np.asarray(x, np.float64) for x in (q, k, v))
-  x = capped(np.einsum("bkgh,bksh->bkgs", wide_q, wide_k) / np.sqrt(head_dim), CAP)
-  empty = np.arange(slots) >= STOP[:, None]
-  x = np.where(empty[:, None, None], -np.inf, x)
-  p = np.exp(x)
-  total = p.sum(-1, keepdims=True)
-  k, v = (jnp.where(empty[:, None, :, None], jnp.nan, y).astype(dtype) for y in (k, v))
-  o = np.einsum("bkgs,bksh->bkgh", p / total, np.where(empty[:, None, :, None], 0, wide_v))
+  o, m, l, logits = exact(q, k, v, lambda b, h: range(STOP[b]), CAP)
+  lse = m + np.log(l)
+  empty = (np.arange(slots) >= STOP[:, None])[:, None, :, None]
+  k, v = (jnp.where(empty, jnp.nan, y).astype(dtype) for y in (k, v))
   tiles = jnp.broadcast_to(jnp.arange(slots // UNIT, dtype=jnp.int32), (2, heads, slots // UNIT))
   stop = jnp.asarray(STOP)[:, None]
+  p = np.exp(logits - lse[..., None])
   return types.SimpleNamespace(
-    q=q, k=k, v=v, logits=x, p=p / total, o=o, lse=np.log(total)[..., 0], tiles=tiles, stop=stop
+    q=q, k=k, v=v, logits=logits, p=p, o=o, lse=lse, tiles=tiles, stop=stop
   )
 
 

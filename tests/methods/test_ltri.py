@@ -17,6 +17,7 @@ from kvjax.methods.ltri.rates import calibrated_rate, measured_spans
 from kvjax.ops import offload
 from kvjax.programs.retrieval_heads import Asking
 from kvjax.testing.layer import Stream, capped, rotate
+from tests.oracles import softmax
 from tests.slow_spans import slow_counts, slow_divide, slow_elect, slow_ratio
 from tests.streams import Oracle, Stack, columns, generation, read
 
@@ -83,8 +84,8 @@ class LtriOracle(Oracle):
         for i, t in enumerate(chunk):
           q = rotate(self.q[h, g, t], t)
           x = [q @ key for key in keys[: i + 1]]
-          w = np.exp(capped(np.array(x) / np.sqrt(self.q.shape[-1]), self.cap))
-          p[h * self.groups + g, i, : i + 1] = w / w.sum()
+          x = capped(np.array(x) / np.sqrt(self.q.shape[-1]), self.cap)
+          p[h * self.groups + g, i, : i + 1] = softmax(x)
     for start in range(0, len(chunk), size):
       part = slice(start, start + size)
       spans = self.spans(p[:, part, part], p.sum((0, 1))[part])

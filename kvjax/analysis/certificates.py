@@ -236,17 +236,10 @@ def fit_recency(
     at = away[real]
     peak[..., at] = np.maximum(peak[..., at], log_weight[..., t, real])
   reach = np.mean(np.asarray(distance, np.float64))
-  best: Recency | None = None
-  for rate in RATES:
-    log_kappa = (peak + rate * np.arange(far)).max(-1) - np.log(-np.expm1(-rate))
-    trial = Recency(log_kappa, np.full(log_kappa.shape, rate))
-    if best is None:
-      best = trial
-      continue
-    better = log_kappa - rate * reach < best.log_kappa - best.rate * reach
-    best = Recency(*(np.where(better, new, old) for new, old in zip(trial, best, strict=True)))
-  assert best is not None
-  return best
+  least = [(peak + rate * np.arange(far)).max(-1) - np.log(-np.expm1(-rate)) for rate in RATES]
+  log_kappa = np.stack(least, -1)
+  best = np.argmin(log_kappa - RATES * reach, -1)
+  return Recency(np.take_along_axis(log_kappa, best[..., None], -1)[..., 0], RATES[best])
 
 
 def window_loss(

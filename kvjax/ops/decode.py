@@ -31,26 +31,18 @@ def attend(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
   Raises:
     NotImplementedError: a plan lists tiles of slots that heads share.
   """
-  if shared_slots.sharers(cache) > 1:
-    return _attend_shared(at, cache, plan, q)
-  if (attended := _attend_codes(at, cache, plan)) is not None:
-    return attended
-  run = over_plan("attend_span" if plan.table is None else "attend_table", at, cache, plan, q)
-  if run is None:
-    return attention.attend(at, cache, plan, q)
-  return _attended(at, cache, plan, q, run)
-
-
-def _attend_shared(at: At, cache: Cache, plan: Plan, q: Array) -> Attended:
-  """Over the spans of heads that share slots."""
-  if plan.table is not None:
+  shared, listed = shared_slots.sharers(cache) > 1, plan.table is not None
+  if shared and listed:
     raise NotImplementedError(
       f"attend: {at.name} lists tiles of slots that heads share, expected a plan of all that the "
       "query may see"
     )
-  run = over_plan("attend_shared", at, cache, plan, q)
+  if not shared and (attended := _attend_codes(at, cache, plan)) is not None:
+    return attended
+  operation = "attend_shared" if shared else "attend_table" if listed else "attend_span"
+  run = over_plan(operation, at, cache, plan, q)
   if run is None:
-    return attention.attend_shared(at, cache, plan, q)
+    return (attention.attend_shared if shared else attention.attend)(at, cache, plan, q)
   return _attended(at, cache, plan, q, run)
 
 

@@ -1,5 +1,6 @@
 """A tiny Llama in a GGUF file, with made-up weights, and the logits that it must give."""
 
+import collections
 import hashlib
 import re
 
@@ -7,8 +8,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from kvjax.models.io import families, fetch, huggingface
-from kvjax.models.io import gguf as gguf_file
+from kvjax.models.io import fetch
 from tests import tiny_hf
 
 D, HEADS, KV_HEADS, H, F, LAYERS, THETA, EPS = 64, 4, 2, 16, 96, 3, 500.0, 1e-5
@@ -160,27 +160,19 @@ def as_gguf(path, config, more=None, *, tensors=None):
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
   }.get(kind, kind)
-  source, out = families.FAMILIES[kind], {}
-  here = {f"model.layers.{{i}}.{name}": part for part, name in source.names.items()}
-  here |= {name: part for part, name in huggingface._NAMES.items() if part not in source.names}
-  if kind == "gpt_oss":
-    here |= {f"{name}.{part}": f"{part}{kind}" for name, part, kind in _HALVES}
-  there = {**gguf_file._NAMES, **(gguf_file._EXPERTS if "router" in source.names else {})}
-  if kind == "gpt_oss":
-    there["mlp_norm"] = there["attention_after"]
-  stacked: dict[str, list[np.ndarray]] = {}
+  kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+  there = gguf.get_tensor_name_map(kinds[family], config["num_hidden_layers"])
+  out, stacked = {}, collections.defaultdict(list)
   for name, x in _apart(weights, kind).items():
-    layer = name.split(".")[2] if name.startswith("model.layers.") else ""
-    pattern = name.replace(f".{layer}.", ".{i}.", 1) if layer else name
-    pattern = re.sub(r"experts\.\d+", "experts.{e}", pattern)
-    if family == "llama" and pattern.endswith(("q_proj.weight", "k_proj.weight")):
+    if family == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
       heads = config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
       x = x.reshape(heads, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    target = there[here[pattern]].format(i=layer)
-    if family in ("gemma2", "gemma3") and "norm" in pattern:
+    if family in ("gemma2", "gemma3") and "norm" in name:
       x = 1 + x
-    if "{e}" in pattern:
-      stacked.setdefault(target, []).append(x)
+    whole = re.sub(r"\.experts\.\d+", ".experts", name)
+    target = there.get_name(whole, (".weight", ".bias"))
+    if whole != name:
+      stacked[target].append(x)
     else:
       out[target] = np.ascontiguousarray(x)
   out |= {name: np.stack(each) for name, each in stacked.items()}
@@ -213,25 +205,17 @@ def as_gguf(path, config, more=None, *, tensors=None):
   return path
 
 
-_HALVES = [
-  (f"model.layers.{{i}}.mlp.experts.gate_up_proj{kind}", part, kind)
-  for part in ("gate", "up")
-  for kind in ("", "_bias")
-]
-
-
 def _apart(weights, kind):
   """gpt-oss's experts as llama.cpp's converter leaves them: gate and up apart, [out, in]."""
   if kind != "gpt_oss":
     return weights
   out = {}
   for name, x in weights.items():
-    if "gate_up_proj" in name:
-      halves = {f"{name}.gate": x[..., ::2], f"{name}.up": x[..., 1::2]}
-    else:
-      halves = {name: x}
-    turned = "experts" in name and x.ndim == 3
-    out |= {n: y.swapaxes(-1, -2) if turned else y for n, y in halves.items()}
+    if name.endswith(("_proj", "_proj_bias", "sinks")):
+      name = f"{name.removesuffix('_bias')}.{'bias' if name.endswith('bias') else 'weight'}"
+    x = x.swapaxes(1, 2) if x.ndim == 3 else x
+    halves = {"gate_proj": x[:, ::2], "up_proj": x[:, 1::2]} if "gate_up" in name else {"": x}
+    out |= {name.replace("gate_up_proj", part): y for part, y in halves.items()}
   return out
 
 

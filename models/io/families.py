@@ -45,7 +45,35 @@ class Family:
   wide_layers: int | None = None
   names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+  @property
+  def tensors(self) -> dict[str, str]:
+    """What files of config.json's kind call each tensor: a layer's by a pattern with {i}."""
+    layer = {**_LAYER, **self.names}
+    return {**_AROUND, **{part: f"model.layers.{{i}}.{name}" for part, name in layer.items()}}
 
+
+# Llama's tensors, by part.
+_AROUND = {
+  "embedding": "model.embed_tokens.weight",
+  "norm": "model.norm.weight",
+  "head": "lm_head.weight",
+}
+_LAYER = {
+  "attention_norm": "input_layernorm.weight",
+  "q": "self_attn.q_proj.weight",
+  "k": "self_attn.k_proj.weight",
+  "v": "self_attn.v_proj.weight",
+  "o": "self_attn.o_proj.weight",
+  "q_bias": "self_attn.q_proj.bias",
+  "k_bias": "self_attn.k_proj.bias",
+  "v_bias": "self_attn.v_proj.bias",
+  "q_norm": "self_attn.q_norm.weight",
+  "k_norm": "self_attn.k_norm.weight",
+  "mlp_norm": "post_attention_layernorm.weight",
+  "gate": "mlp.gate_proj.weight",
+  "up": "mlp.up_proj.weight",
+  "down": "mlp.down_proj.weight",
+}
 _FUSED_MLP = {"gate_up": "mlp.gate_up_proj.weight"}
 
 # By config.json's model_type.
@@ -181,6 +209,15 @@ FAMILIES["gpt_oss"] = Family(
   },
 )
 
+# Of which llama.cpp's converter makes tensors of its own.
+_GPT_OSS_PARTS = {
+  "sinks": "self_attn.sinks.weight",
+  **{
+    f"{part}{kind}": f"mlp.experts.{part}_proj.{suffix}"
+    for part in ("gate", "up", "down")
+    for kind, suffix in (("", "weight"), ("_bias", "bias"))
+  },
+}
 # By GGUF's general.architecture, as llama.cpp's converter writes the family.
 GGUF: dict[str, Family] = {
   # The converter interleaves Llama's rotary pairs and leaves all others' as they are.
@@ -190,7 +227,12 @@ GGUF: dict[str, Family] = {
   "phi3": FAMILIES["phi3"],
   "glm4": FAMILIES["glm4"],
   "qwen3moe": FAMILIES["qwen3_moe"],
-  "gpt-oss": dataclasses.replace(FAMILIES["gpt_oss"], fused=(), experts_as_used=False),
+  "gpt-oss": dataclasses.replace(
+    FAMILIES["gpt_oss"],
+    fused=(),
+    experts_as_used=False,
+    names={**FAMILIES["gpt_oss"].names, **_GPT_OSS_PARTS},
+  ),
   "gemma2": dataclasses.replace(FAMILIES["gemma2"], norm_plus=0.0),
   "gemma3": dataclasses.replace(FAMILIES["gemma3_text"], norm_plus=0.0),  # 1 is added already
 }

@@ -17,46 +17,6 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
 
-_NAMES = {
-  "embedding": "token_embd.weight",
-  "norm": "output_norm.weight",
-  "head": "output.weight",
-  **{
-    part: f"blk.{{i}}.{name}"
-    for part, name in {
-      "attention_norm": "attn_norm.weight",
-      "q": "attn_q.weight",
-      "k": "attn_k.weight",
-      "v": "attn_v.weight",
-      "o": "attn_output.weight",
-      "q_bias": "attn_q.bias",
-      "k_bias": "attn_k.bias",
-      "v_bias": "attn_v.bias",
-      "q_norm": "attn_q_norm.weight",
-      "k_norm": "attn_k_norm.weight",
-      "mlp_norm": "ffn_norm.weight",
-      "gate": "ffn_gate.weight",
-      "up": "ffn_up.weight",
-      "down": "ffn_down.weight",
-      "o_bias": "attn_output.bias",
-      "sinks": "attn_sinks.weight",
-      "attention_after": "post_attention_norm.weight",
-      "mlp_after": "post_ffw_norm.weight",
-      "qkv": "attn_qkv.weight",
-      "gate_up": "ffn_up.weight",
-    }.items()
-  },
-}
-_EXPERTS = {
-  f"{part}{kind}": f"blk.{{i}}.{name}.{suffix}"
-  for part, name in {
-    "router": "ffn_gate_inp",
-    "gate": "ffn_gate_exps",
-    "up": "ffn_up_exps",
-    "down": "ffn_down_exps",
-  }.items()
-  for kind, suffix in (("", "weight"), ("_bias", "bias"))
-}
 _PLAIN = {
   gguf.GGMLQuantizationType.F32: "float32",
   gguf.GGMLQuantizationType.F16: "float16",
@@ -150,9 +110,7 @@ class GGUF(Source):
         f"{tuple(families.GGUF)}"
       )
     self.family = family = families.GGUF[architecture]
-    self.names = {**_NAMES, **(_EXPERTS if "router" in family.names else {})}
-    if architecture == "gpt-oss":
-      self.names["mlp_norm"] = _NAMES["attention_after"]
+    self.names = _names(architecture)
     heads, dim = self._entry("attention.head_count"), self._entry("embedding_length")
     head_dim = self._entry("attention.key_length", dim // heads)
     if (size := self._entry("attention.value_length", head_dim)) != head_dim:
@@ -345,3 +303,15 @@ class GGUF(Source):
         f"{self.path}: tensor {name!r}: found quantisation {kind.name}, "
         "expected one that the gguf package dequantises"
       ) from error
+
+
+def _names(architecture: str) -> dict[str, str]:
+  """The file's name of each part, by the package's table of Hugging Face's names."""
+  kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+  table = gguf.get_tensor_name_map(kinds[architecture], 1)
+  names = {"head": "output.weight"}  # also in architectures that never have one
+  for part, name in families.GGUF[architecture].tensors.items():
+    whole = name.replace("{i}", "0").replace(".{e}", "")  # the experts' are one tensor
+    if found := table.get_name(whole, (".weight", ".bias")):
+      names[part] = found.replace("blk.0.", "blk.{i}.")
+  return names

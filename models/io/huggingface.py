@@ -20,30 +20,6 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
 
-_NAMES = {
-  "embedding": "model.embed_tokens.weight",
-  "norm": "model.norm.weight",
-  "head": "lm_head.weight",
-  **{
-    part: f"model.layers.{{i}}.{name}"
-    for part, name in {
-      "attention_norm": "input_layernorm.weight",
-      "q": "self_attn.q_proj.weight",
-      "k": "self_attn.k_proj.weight",
-      "v": "self_attn.v_proj.weight",
-      "o": "self_attn.o_proj.weight",
-      "q_bias": "self_attn.q_proj.bias",
-      "k_bias": "self_attn.k_proj.bias",
-      "v_bias": "self_attn.v_proj.bias",
-      "q_norm": "self_attn.q_norm.weight",
-      "k_norm": "self_attn.k_norm.weight",
-      "mlp_norm": "post_attention_layernorm.weight",
-      "gate": "mlp.gate_proj.weight",
-      "up": "mlp.up_proj.weight",
-      "down": "mlp.down_proj.weight",
-    }.items()
-  },
-}
 _MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _READ = ("*.json", "*.jinja", "model*.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -124,7 +100,7 @@ class HuggingFace(Source):
         f"of {known}"
       )
     self.family = family = FAMILIES[kind]
-    self.names = {**_NAMES, **{x: f"model.layers.{{i}}.{n}" for x, n in family.names.items()}}
+    self.names = family.tensors
     for key, value in {**_FIXED, **family.fixed}.items():
       if self._entries.get(key) not in (None, value):
         self.refuse(key, repr(self._entries[key]), f"{value!r} or no entry")
@@ -356,7 +332,7 @@ class HuggingFace(Source):
             )
     unused = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")}
     if self.config.tie_embeddings:
-      unused.add(_NAMES["head"])
+      unused.add(self.name("head"))
     self.check_tensors(shapes, unused)
 
 

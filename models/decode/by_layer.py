@@ -9,7 +9,6 @@ prompts are always read this way. Decode steps are on a CPU, where a method asks
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -73,20 +72,11 @@ class ByLayer:
       x, handed = _embed(form, leaves, tokens), (_carry(method, caches),)
       told = lengths, total
       run = _prefill if method.traits.stream is None else _prefill_piece
-      sites = self._sites(run, method, past, caches, x, told, handed)
-      new, reports = [], []
-      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
-        known = bound(at, past)
-        x, cache, handed, aux = run(layer, at, known, own, cache, x, told, handed)
-        new.append(cache)
-        reports.append(aux)
+      x, new, _, reports = self._through(run, method, past, caches, x, told, handed)
       logits = _predict(form, all_logits, leaves, x, lengths)
       if forms.overrides(method, "conclude"):
-        env = dataclasses.replace(self.model.env, layers=max(1, self.model.config.served))
-        served = sliding.served(new)
-        after = _conclude(method, env, served, lengths) if served else ()
-        new = [*sliding.rejoined(new, after)]
-    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
+        new = self.model.by_served(functools.partial(_conclude, method), new, lengths)
+    return (logits, new, reports) if with_aux else (logits, new)
 
   def decode(
     self,
@@ -103,14 +93,21 @@ class ByLayer:
     with self.model.products_traced():
       x, parts = _embed_next(*self._start, tokens)
       handed = parts, _carry(method, caches)
-      sites = self._sites(_decode, method, None, caches, x, live, handed)
-      new, reports = [], []
-      for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
-        x, cache, handed, aux = _decode(layer, at, None, own, cache, x, live, handed)
-        new.append(cache)
-        reports.append(aux)
+      x, new, handed, reports = self._through(_decode, method, None, caches, x, live, handed)
       logits = _predict_next(form, leaves, x, handed[0])
-    return (logits, tuple(new), reports) if with_aux else (logits, tuple(new))
+    return (logits, new, reports) if with_aux else (logits, new)
+
+  def _through(
+    self, run: Any, method: Method, past: int | None, caches: Caches, x: Any, told: Any, handed: Any
+  ) -> tuple[Any, Caches, Any, list[Any]]:
+    """State, caches, what was handed on and reports, once all layers' programs have run."""
+    new, reports = [], []
+    sites = self._sites(run, method, past, caches, x, told, handed)
+    for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
+      x, cache, handed, aux = run(layer, at, bound(at, past), own, cache, x, told, handed)
+      new.append(cache)
+      reports.append(aux)
+    return x, tuple(new), handed, reports
 
   def programs(self, method: Method, batch: int, tokens: int | None, capacity: int) -> int:
     """Number of programs of the layers of a prompt, or, where tokens is None, those of a decode

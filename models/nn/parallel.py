@@ -56,16 +56,9 @@ def shard(model: Transformer, mesh: Mesh) -> Transformer:
     ValueError: the mesh has other axes, or key/value heads or the MLP's width are no multiple of
       the parts that they are split into.
   """
-  return placed(model, mesh, jax.device_put)
-
-
-def placed(model: Transformer, mesh: Mesh, put: Any) -> Transformer:
-  """The model on a mesh, each leaf as `put(leaf, sharding)` gives it: `model` may be abstract."""
   graph, state = nnx.split(model)
   leaves, tree = jax.tree.flatten(state)
-  moved = [
-    put(leaf, to) for leaf, to in zip(leaves, shardings(state, model.config, mesh), strict=True)
-  ]
+  moved = jax.device_put(leaves, shardings(state, model.config, mesh))
   return on_mesh(nnx.merge(graph, jax.tree.unflatten(tree, moved)), mesh)
 
 
@@ -85,11 +78,8 @@ def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding
 
 def check_sizes(config: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
   """Raises ValueError where heads or the MLP cannot be split evenly."""
-  for name, axis, size in (
-    ("kv_heads", "kv_heads", config.kv_heads),
-    ("ffn", "ffn", config.ffn),
-  ):
-    parts = sharding.shards(mesh, axis)
+  for name, size in (("kv_heads", config.kv_heads), ("ffn", config.ffn)):
+    parts = sharding.shards(mesh, name)
     if size % parts:
       raise ValueError(
         f"mesh: found {parts} devices to split {name} = {size} over, expected a divisor of it"

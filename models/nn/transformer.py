@@ -238,7 +238,7 @@ class Transformer(nnx.Module):
         new.append(cache)
         reports.append(aux)
       logits = self.predict(x, lengths, all_logits)
-      caches = self.concluded(method, tuple(new), lengths)
+      caches = self.by_served(method.conclude, tuple(new), lengths)
     return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def decode(
@@ -281,7 +281,7 @@ class Transformer(nnx.Module):
         reports.append(aux)
       logits = self.predict_next(x, parts)
       sound = live & jnp.isfinite(logits).all(-1)
-      caches = self._by_served(method._conclude_step, tuple(new), sound)
+      caches = self.by_served(method._conclude_step, tuple(new), sound)
     return (logits, caches, self._whole(reports, method)) if with_aux else (logits, caches)
 
   def places(self, method: Method, defers: bool = False) -> list[At]:
@@ -289,11 +289,9 @@ class Transformer(nnx.Module):
     c, env = self.config, dataclasses.replace(self.env, lse=self.config.sinks, defers=defers)
     return sliding.places(method, env, c.windows, c.window_rope)
 
-  def concluded(self, method: Method, caches: Caches, lengths: Int[Array, " B"]) -> Caches:
-    """Caches that the method has settled once a chunk has passed through all of its layers."""
-    return self._by_served(method.conclude, caches, lengths)
-
-  def _by_served(self, move: Callable[..., Any], caches: Caches, rows: Array) -> Caches:
+  def by_served(
+    self, move: Callable[..., Any], caches: Caches, rows: Int[Array, " B"] | Bool[Array, " B"]
+  ) -> Caches:
     """Caches after a move of the method's, which is asked for its own layers together."""
     env = dataclasses.replace(self.env, layers=max(1, self.config.served))
     own = sliding.served(caches)

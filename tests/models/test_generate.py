@@ -1,7 +1,6 @@
 """The decode loop: what it emits and leaves in the caches, what it refuses, what it compiles."""
 
 import dataclasses
-import functools
 import pathlib
 
 import chex
@@ -18,12 +17,12 @@ from kvjax.models.decode import generate as loop
 from kvjax.models.decode import prefill as prompts
 from kvjax.models.decode import step as device
 from kvjax.models.decode.by_layer import ByLayer
-from kvjax.models.decode.generate import generate, join, pad, prefill, split
+from kvjax.models.decode.generate import generate, pad, prefill, split
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import Always, decode
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Transformer
-from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, model
+from kvjax.testing.tiny import CLOSE, CONFIG, LENGTHS, TOKENS, Run, model
 from tests.tiny_tokenizers import letters
 
 FULL = kvjax.Full()
@@ -48,25 +47,21 @@ def run(method=FULL, prompt=slice(None), **how):
   return generate(model(), *start(prompt, method=method), method, **how)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _step(graph, leaves, caches, tokens):
-  return join(graph, leaves).decode(tokens, caches, FULL)
+def by_step():
+  """Logits after a prompt, and a run that goes on from there step by step."""
+  run = Run(FULL)
+  logits, run.caches = start()
+  return logits, run
 
 
-def step(tokens, caches):
-  graph, leaves = split(model())
-  return _step(graph, leaves, caches, jnp.asarray(tokens, jnp.int32))
-
-
-def plain(steps, rows=slice(None)):
+def plain(steps):
   """Greedy decoding, one step at a time."""
-  logits, caches = start(rows=rows)
-  tokens, kept = [], []
+  (logits, run), tokens, kept = by_step(), [], []
   for _ in range(steps):
-    kept.append(np.asarray(logits))
-    tokens.append(np.asarray(logits.argmax(-1)))
-    logits, caches = step(tokens[-1], caches)
-  return np.stack(tokens, 1), np.stack(kept, 1), caches, np.asarray(logits)
+    kept.append(logits)
+    tokens.append(np.argmax(logits, -1))
+    logits = run.decode([0, 0], tokens=tokens[-1][:, None])
+  return np.stack(tokens, 1), np.stack(kept, 1), run.caches, logits
 
 
 @pytest.mark.core(1)
@@ -285,16 +280,13 @@ def test_forced_tokens():
   forced = np.full((2, 6), -1)
   forced[:, 1:4] = TOKENS[:, 30:33]
   stop = forced[:, 1].tolist()
-  out, caches = run(steps=6, forced=forced, stop=stop, return_logits=True, chunk=4)
+  out, _ = run(steps=6, forced=forced, stop=stop, return_logits=True, chunk=4)
   np.testing.assert_array_equal(out.tokens[:, 1:4], forced[:, 1:4])
   np.testing.assert_array_equal(out.tokens[:, 0], tokens[:, 0])
-  want = [np.asarray(out.logits[:, 0])]
-  logits, caches = start()
-  for i in range(5):
-    logits, caches = step(out.tokens[:, i], caches)
-    want.append(np.asarray(logits))
-  assert (out.tokens[:, 4:] == np.stack(want, 1).argmax(-1)[:, 4:]).all() or out.lengths.min() < 6
-  chex.assert_trees_all_close(np.asarray(out.logits), np.stack(want, 1), rtol=2e-5, atol=2e-5)
+  first, again = by_step()
+  want = np.stack([first, *(again.decode([i, i], tokens=out.tokens) for i in range(5))], 1)
+  assert (out.tokens[:, 4:] == want.argmax(-1)[:, 4:]).all() or out.lengths.min() < 6
+  chex.assert_trees_all_close(np.asarray(out.logits), want, rtol=2e-5, atol=2e-5)
 
 
 def test_rows_that_are_not_live_stay_as_they_are():
@@ -557,6 +549,9 @@ def test_numbers_of_numpy_are_taken(untyped):
     (TOKENS[:, :8] * 1.0, [4, 4], {}, "tokens: found float64"),
     (TOKENS[:, :24], [20, 24], {}, r"a prompt of 24 tokens.*\(row 1\).*capacity of 16"),
     (TOKENS[:, :8], [4, 4], {"total": [3, 4]}, r"total: found \[3, 4\]"),
+    (TOKENS[:, :8], [8, 4], {"chunk": 0}, "chunk: found 0"),
+    (TOKENS[:, :8], [8, 4], {"chunk": 4, "past": 0}, "past: found 0 and chunk = 4"),
+    (TOKENS[:, :8], [8, 4], {"chunk": 4, "with_aux": True}, "with_aux: found True and chunk = 4"),
   ],
 )
 def test_prefill_refuses(tokens, lengths, kwargs, message):
@@ -639,19 +634,9 @@ def test_chunks_tell_the_method_the_whole_length():
   assert seen == [[12, 7]] * 2 * CONFIG.layers
 
 
-def test_chunks_are_refused():
-  caches = FULL.init_caches(model().spec(2, 16))
-  tokens, lengths = TOKENS[:, :8], [8, 4]
-  for kwargs, message in (
-    ({"chunk": 0}, "chunk: found 0"),
-    ({"chunk": 4, "past": 0}, "past: found 0 and chunk = 4"),
-    ({"chunk": 4, "with_aux": True}, "with_aux: found True and chunk = 4"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      prefill(model(), tokens, lengths, caches, FULL, **kwargs)
-  method = kvjax.Random(8)
+def test_chunks_are_refused_of_a_method_that_has_to_see_a_whole_prompt():
   with pytest.raises(NotImplementedError, match="chunk: found 4, expected None for Random"):
-    prefill(model(), tokens, lengths, method.init_caches(model().spec(2, 16)), method, chunk=4)
+    read(TOKENS[:, :8], [8, 4], kvjax.Random(8), chunk=4)
 
 
 @pytest.mark.usefixtures("untyped")

@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import jax
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.runtime import sharding
@@ -56,10 +55,9 @@ def shard(model: Transformer, mesh: Mesh) -> Transformer:
     ValueError: the mesh has other axes, or key/value heads or the MLP's width are no multiple of
       the parts that they are split into.
   """
-  graph, state = nnx.split(model)
-  leaves, tree = jax.tree.flatten(state)
-  moved = jax.device_put(leaves, shardings(state, model.config, mesh))
-  return on_mesh(nnx.merge(graph, jax.tree.unflatten(tree, moved)), mesh)
+  leaves, tree = jax.tree.flatten(model)
+  moved = jax.device_put(leaves, shardings(model, model.config, mesh))
+  return on_mesh(jax.tree.unflatten(tree, moved), mesh)
 
 
 def on_mesh(model: Transformer, mesh: Mesh) -> Transformer:
@@ -69,7 +67,7 @@ def on_mesh(model: Transformer, mesh: Mesh) -> Transformer:
 
 
 def shardings(state: Any, config: ModelConfig, mesh: Mesh) -> list[NamedSharding]:
-  """Shardings of the leaves of a model's state; raises as `shard` does."""
+  """Shardings of the leaves of a model, or of its state; raises as `shard` does."""
   sharding.check_mesh(mesh)
   check_sizes(config, mesh)
   sharding.check_windows(config.windows, mesh)
@@ -87,7 +85,7 @@ def check_sizes(config: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
 
 
 def weight_specs(state: Any, config: ModelConfig, mesh: Mesh | AbstractMesh) -> list[PartitionSpec]:
-  """Specs of all leaves of a model's state. A vocabulary that does not split evenly is whole."""
+  """Specs of the leaves of a model, or of its state; a vocabulary that does not split is whole."""
   whole = config.vocab % sharding.shards(mesh, "vocab") != 0
   known = {**AXES, **EXPERTS} if config.experts else AXES
 

@@ -303,13 +303,12 @@ class Transformer(nnx.Module):
     """run(model, caches, *args) on every device of the mesh, where `model` has what lies there."""
     assert self.mesh is not None
     sharding.check_supported(method, self.mesh)
-    graph, state = nnx.split(self)
-    leaves, tree = jax.tree.flatten(state)
-    weights = parallel.weight_specs(state, self.config, self.mesh)
+    leaves, tree = jax.tree.flatten(self)
+    weights = parallel.weight_specs(self, self.config, self.mesh)
     cached, everywhere = sharding.cache_specs(caches, method), PartitionSpec()
 
     def on_device(leaves: list[Array], caches: Caches, *args: Array) -> Any:
-      model = nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+      model = jax.tree.unflatten(tree, leaves)
       model.mesh = None
       return run(model, caches, *args)
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
-from kvjax.models.decode.prefill import joined, pad, prefill
+from kvjax.models.decode.prefill import pad, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import FEW, UNSOUND, Always, Device, Step, ends
 from kvjax.models.decode.stopping import RowText
@@ -176,11 +176,12 @@ def generate(
   most = 1 if alone else device.most
   most = min(most, chunk) if shown or chunk == 1 else most
   ahead = steps if not host.looks else -(-AHEAD // most) if chunk > 1 else 0
-  used, left, count = _Pieces(), steps, 1 if shown else most
+  used: list[Array] = []
+  left, count = steps, 1 if shown else most
 
   while left:
     if return_logits:
-      used.add(device.logits)
+      used.append(device.logits)
     under_way.append(device.step(min(count, left)))
     left, count = left - under_way[-1].steps, min(2 * count, most)
     if len(under_way) > ahead:
@@ -193,7 +194,7 @@ def generate(
 
   tokens, logprobs = host.results(steps)
   lengths = (tokens >= 0).sum(1, dtype=np.int32)
-  every = used.joined(steps) if return_logits else None
+  every = _side_by_side(used, steps) if return_logits else None
   told = logprobs if return_logprobs else None
   return Generation(tokens, lengths, device.logits, every, told, host.written()), device.caches
 
@@ -348,27 +349,14 @@ class _Host:
     return None if self._texts is None else [text.text for text in self._texts]
 
 
-class _Pieces:
-  """Arrays [B, …] of one step each, put side by side a few at a time."""
-
-  def __init__(self) -> None:
-    self._few: list[Array] = []
-    self._pieces: list[Array] = []
-
-  def add(self, x: Array) -> None:
-    self._few.append(x)
-    if len(self._few) == 16:
-      self._put_together()
-
-  def _put_together(self) -> None:
-    self._pieces.append(_stacked(self._few))
-    self._few = []
-
-  def joined(self, size: int) -> Array:
-    """[B, size, …], padded with zeros."""
-    if self._few:
-      self._put_together()
-    return joined(self._pieces, size)
+def _side_by_side(steps: list[Array], size: int) -> Array:
+  """Logits [B, V] of one step each as [B, size, V], padded with zeros; the list is used up."""
+  pieces = []
+  while steps:  # a few at a time: few sizes, and nothing is held twice
+    pieces.append(_stacked(steps[:16]))
+    del steps[:16]
+  whole = jnp.concatenate(pieces, 1)
+  return jnp.pad(whole, ((0, 0), (0, size - whole.shape[1]), (0, 0)))
 
 
 @flat.own

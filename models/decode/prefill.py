@@ -321,10 +321,3 @@ def _prefill(
     return offload.settled(model.prefill(tokens, lengths, caches, method, total=total, **options))
 
   return checkify.checkify(run)(caches) if model.env.check_nan else (None, run(caches))
-
-
-def joined(pieces: Sequence[Array], size: int) -> Array:
-  """[B, n, ...] pieces side by side, padded with zeros to [B, size, ...] or more."""
-  whole = jnp.concatenate(pieces, 1)
-  missing = max(0, size - whole.shape[1])
-  return jnp.pad(whole, ((0, 0), (0, missing), *[(0, 0)] * (whole.ndim - 2)))

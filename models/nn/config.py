@@ -27,18 +27,14 @@ PRECISIONS: dict[str, tuple[str, str | None]] = {
 
 # Gates of the MLP by name (`kvjax.models.nn.products.gated`).
 ACTIVATIONS = ("silu", "gelu_tanh", "clipped")
-_SIZES = ("vocab", "dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_context")
-_FLAGS = (
-  *("limited", "qkv_bias", "qk_norm", "norms_after", "norm_experts"),
-  *("out_bias", "mlp_bias", "sinks"),
-)
 _WIDEST_HEAD = 1 << 16
-_CAPS = ("soft_cap", "final_soft_cap")
+_CAP = (lambda x: 0 < x < math.inf), "a finite number above 0, or None", None
 # What checkpoints older than a field do not state: they mean its default.
 _LATER = (
-  *_FLAGS,
+  *("limited", "qkv_bias", "qk_norm", "norms_after", "norm_experts"),
+  *("out_bias", "mlp_bias", "sinks"),
   *("activation", "embed_scale", "windows", "window_rope", "experts", "experts_per_token"),
-  *_CAPS,
+  *("soft_cap", "final_soft_cap"),
 )
 
 
@@ -81,55 +77,42 @@ class ModelConfig:
     final_soft_cap: the same of the model's logits.
   """
 
-  vocab: int
-  dim: int
-  layers: int
-  heads: int
-  kv_heads: int
-  head_dim: int
-  ffn: int
+  vocab: int = fields.least(1)
+  dim: int = fields.least(1)
+  layers: int = fields.least(1)
+  heads: int = fields.least(1)
+  kv_heads: int = fields.least(1)
+  head_dim: int = fields.least(1)
+  ffn: int = fields.least(1)
   rope: Rope = dataclasses.field(default_factory=Rope)
-  norm_eps: float = 1e-5
+  norm_eps: float = fields.finite_above(0, 1e-5)
   tie_embeddings: bool = False
-  max_context: int = 8192
+  max_context: int = fields.least(1, 8192)
   limited: bool = False
   qkv_bias: bool = False
   qk_norm: bool = False
   norms_after: bool = False
-  activation: str = "silu"
+  activation: str = fields.one_of(ACTIVATIONS, "silu")
   embed_scale: float = 1.0
   windows: tuple[int | None, ...] = ()
   window_rope: Rope | None = None
-  experts: int = 0
+  experts: int = fields.least(0, 0)
   experts_per_token: int = 0
   norm_experts: bool = True
   out_bias: bool = False
   mlp_bias: bool = False
   sinks: bool = False
-  soft_cap: float | None = None
-  final_soft_cap: float | None = None
+  soft_cap: float | None = fields.bound(*_CAP)
+  final_soft_cap: float | None = fields.bound(*_CAP)
 
   def __post_init__(self):
-    called, expect = type(self).__name__, functools.partial(fields.expect, self)
-    for name in _SIZES:
-      value = getattr(self, name)
-      whole = isinstance(value, int) and not isinstance(value, bool)
-      expect(name, whole and value >= 1, "an integer of at least 1")
-    for name in ("tie_embeddings", *_FLAGS):
-      if not isinstance(getattr(self, name), bool):
-        raise TypeError(f"{called}.{name}: found {getattr(self, name)!r}, expected a bool")
+    fields.check(type(self), vars(self))
+    expect = functools.partial(fields.expect, self)
     expect("heads", self.heads % self.kv_heads == 0, f"a multiple of kv_heads = {self.kv_heads}")
     even = self.head_dim % 2 == 0 and self.head_dim <= _WIDEST_HEAD
     expect("head_dim", even, f"an even number, at most {_WIDEST_HEAD}")
-    for name in _CAPS:
-      cap = getattr(self, name)
-      expect(name, cap is None or 0 < cap < math.inf, "a finite number above 0, or None")
-    expect("norm_eps", self.norm_eps > 0, "more than 0")
-    if not isinstance(self.rope, Rope):
-      raise TypeError(f"{called}.rope: found {self.rope!r}, expected a kvjax Rope")
     for name in ("rope", "window_rope"):
       self._check_rope(name)
-    expect("activation", self.activation in ACTIVATIONS, f"one of {ACTIVATIONS}")
     self._check_windows()
     self._check_experts()
 
@@ -160,8 +143,7 @@ class ModelConfig:
 
   def _check_experts(self) -> None:
     every, some = self.experts, self.experts_per_token
-    fields.expect(self, "experts", isinstance(every, int) and every >= 0, "0 or more")
-    right = isinstance(some, int) and min(1, every) <= some <= every
+    right = min(1, every) <= some <= every
     wanted = f"1 to {every}" if every else "0 without experts"
     fields.expect(self, "experts_per_token", right, wanted)
     needed = self.mlp_bias or self.activation == "clipped"
@@ -197,6 +179,7 @@ class ModelConfig:
     """Rebuilds a config; flags of families that are newer than the checkpoint may be missing.
 
     Raises:
+      TypeError: a value is of another type.
       ValueError: fields are missing or unknown, or a value is out of range.
     """
     names = {field.name for field in dataclasses.fields(cls)}

@@ -42,7 +42,7 @@ def test_config_goes_through_json():
   [
     ({"kv_heads": 4}, r"heads: found 6, expected a multiple of kv_heads = 4"),
     ({"head_dim": 7}, r"head_dim: found 7, expected an even number"),
-    ({"layers": 0}, r"layers: found 0, expected an integer of at least 1"),
+    ({"layers": 0}, r"layers: found 0, expected 1 or more"),
     ({"norm_eps": 0.0}, r"norm_eps: found 0\.0"),
     ({"vocab": None, "size": 31}, r"missing \['vocab'\], unknown \['size'\]"),
     ({"rope": {"theta": 1e4, "scaling": {"kind": "cubic"}}}, r"rope: found .*'cubic'"),

@@ -176,8 +176,28 @@ def scored(
   repeated = np.where(lengths > 0, longest + np.minimum(chunk, lengths), 0)
   checks.context(model.config, full, lengths, repeated, "repeating a context")
   logits, caches = prefill(model, tokens, lengths, full.init_caches(spec), full, past=0)
-  scores = _scores(model, tokens, lengths, caches, instructions, longest, chunk, sinks, on_chunk)
-  return logits, caches, scores
+  form, leaves = flat.split(model)
+  end = int(lengths.max())
+  size = batch, model.config.kv_heads, sinks + width + chunk
+  scores = [np.zeros(size, np.float32) for _ in sliding.served(caches)]
+  for start in range(sinks, end, chunk):
+    count = np.clip(lengths - start, 0, chunk)
+    last = slice(start if start == sinks else max(sinks, start - TAIL), start)
+    rows = [
+      instructions.before(row[last].tolist()) + row[start : start + n].tolist() if n else []
+      for row, n in zip(tokens, count, strict=True)
+    ]
+    ids, valid = pad(rows, multiple=1)
+    ids = np.pad(ids, ((0, 0), (0, longest + chunk - ids.shape[1])))
+    given = ids, valid, np.full(batch, start, np.int32)
+    parts = _repeat(form, Repeating(chunk, sinks), leaves, caches, *map(jnp.asarray, given))
+    for score, part in zip(scores, parts, strict=True):
+      score[:, :, start : start + chunk] = part
+    if on_chunk is not None:
+      on_chunk(min(start + chunk, end), end)
+  for score in scores:
+    score[:, :, :sinks] = 2.0  # above every probability
+  return logits, caches, [jnp.asarray(x[:, :, :width]) for x in scores]
 
 
 def over_layers(
@@ -237,44 +257,8 @@ def _kvzip(method: Method) -> KVzip:
   return base
 
 
-def _scores(
-  model: Transformer,
-  tokens: np.ndarray,
-  lengths: np.ndarray,
-  caches: Caches,
-  instructions: Instructions,
-  longest: int,
-  chunk: int,
-  sinks: int,
-  on_chunk: Callable[[int, int], Any] | None,
-) -> list[Float[Array, "B K T"]]:
-  """Of the layers that see everything: each token's score; `sinks` first ones have the highest."""
-  form, leaves = flat.split(model)
-  end, width = int(lengths.max()), tokens.shape[1]
-  kv_heads, layers = model.config.kv_heads, len(sliding.served(caches))
-  size = sinks + width + chunk
-  found = [np.zeros((len(lengths), kv_heads, size), np.float32) for _ in range(layers)]
-  for start in range(sinks, end, chunk):
-    count = np.clip(lengths - start, 0, chunk)
-    last = slice(start if start == sinks else max(sinks, start - TAIL), start)
-    rows = [
-      instructions.before(row[last].tolist()) + row[start : start + n].tolist() if n else []
-      for row, n in zip(tokens, count, strict=True)
-    ]
-    ids, valid = pad(rows, multiple=1)
-    ids = np.pad(ids, ((0, 0), (0, longest + chunk - ids.shape[1])))
-    given = ids, valid, np.full(len(lengths), start, np.int32)
-    parts = _repeat(form, Repeating(chunk, sinks), leaves, caches, *map(jnp.asarray, given))
-    for all_of_it, part in zip(found, parts, strict=True):
-      all_of_it[:, :, start : start + chunk] = part
-    if on_chunk is not None:
-      on_chunk(min(start + chunk, end), end)
-  for all_of_it in found:
-    all_of_it[:, :, :sinks] = 2.0  # above every probability
-  return [jnp.asarray(x[:, :, :width]) for x in found]
-
-
-def _repeat_scores(
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _repeat(
   form: flat.Form,
   method: Repeating,
   leaves: list[Array],
@@ -288,9 +272,6 @@ def _repeat_scores(
   model = flat.join(form, leaves)
   _, _, reports = model.prefill(tokens, lengths, told, method, past=None, with_aux=True)
   return [report["score"] for report in reports if "score" in report]
-
-
-_repeat = jax.jit(_repeat_scores, static_argnums=(0, 1))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,7 +192,7 @@ def test_what_a_chat_puts_before_a_text_stays_and_is_not_repeated():
 
 def test_refusals(monkeypatch):
   """Of all before anything is scored."""
-  monkeypatch.setattr(reconstruct, "_scores", None)
+  monkeypatch.setattr(reconstruct, "_repeat", None)
   ask = (TOKENS[:, :30], LENGTHS)
   with pytest.raises(TypeError, match=r"method: found SnapKV.* expected a kvjax.KVzip"):
     read(model(), *ask, SnapKV(64), ASK)

@@ -31,15 +31,13 @@ class Family:
   Attributes:
     backend: of tokenizer.json.
     settings: of tokenizer_config.json.
-    generation: of generation_config.json.
-    ends: tokens that end an answer.
+    ends: tokens that end an answer, of generation_config.json in this order.
     closes: the token with which an answer ends.
     template: of chat_template.jinja.
   """
 
   backend: tokenizers.Tokenizer
   settings: dict[str, Any]
-  generation: dict[str, Any]
   ends: tuple[str, ...]
   closes: str
   template: str
@@ -289,7 +287,7 @@ def llama2(prefix: str) -> Family:
   backend = begins(scored(special("<unk>", "<s>", "</s>"), prefix=prefix), "<s>")
   settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": None}
   settings |= {"add_bos_token": True, "add_eos_token": False, "legacy": False}
-  return Family(backend, settings, {"eos_token_id": 2}, ("</s>",), "</s>", _LLAMA2)
+  return Family(backend, settings, ("</s>",), "</s>", _LLAMA2)
 
 
 def llama3() -> Family:
@@ -300,8 +298,7 @@ def llama3() -> Family:
   begins(backend, names[0], byte=True)
   settings = {"bos_token": names[0], "eos_token": "<|eot_id|>"}
   settings |= {"clean_up_tokenization_spaces": True}
-  generation = {"eos_token_id": [backend.token_to_id(end) for end in ends]}
-  return Family(backend, settings, generation, ends, "<|eot_id|>", _LLAMA3)
+  return Family(backend, settings, ends, "<|eot_id|>", _LLAMA3)
 
 
 def mistral() -> Family:
@@ -309,7 +306,7 @@ def mistral() -> Family:
   tools = special("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
   backend = begins(scored([*special("<unk>", "<s>", "</s>"), *tools], prefix="metaspace"), "<s>")
   settings = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-  return Family(backend, settings, {"eos_token_id": 2}, ("</s>",), "</s>", _MISTRAL)
+  return Family(backend, settings, ("</s>",), "</s>", _MISTRAL)
 
 
 def qwen2() -> Family:
@@ -319,8 +316,7 @@ def qwen2() -> Family:
   backend.post_processor = processors.ByteLevel(trim_offsets=False)
   settings = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
   settings |= {"add_bos_token": False, "additional_special_tokens": list(names[1:])}
-  generation = {"eos_token_id": [backend.token_to_id(names[i]) for i in (2, 0)]}
-  return Family(backend, settings, generation, ("<|im_end|>", "<|endoftext|>"), names[2], _CHATML)
+  return Family(backend, settings, ("<|im_end|>", "<|endoftext|>"), names[2], _CHATML)
 
 
 def qwen3() -> Family:
@@ -337,8 +333,7 @@ def phi3() -> Family:
   backend = scored([*special("<unk>", "<s>", "<|endoftext|>"), *strips])
   settings = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "add_bos_token": False}
   ends = ("<|endoftext|>", "<|assistant|>", "<|end|>")
-  generation = {"eos_token_id": [backend.token_to_id(end) for end in ends]}
-  return Family(backend, settings, generation, ends, "<|end|>", _PHI3)
+  return Family(backend, settings, ends, "<|end|>", _PHI3)
 
 
 def phi4() -> Family:
@@ -346,8 +341,7 @@ def phi4() -> Family:
   names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|im_sep|>")
   backend = byte_level(special(*names, lstrip=True, rstrip=True))
   settings = {"bos_token": names[0], "eos_token": "<|im_end|>", "pad_token": names[0]}
-  generation = {"eos_token_id": [backend.token_to_id(names[i]) for i in (0, 2)]}
-  return Family(backend, settings, generation, (names[2], names[0]), names[2], _PHI4)
+  return Family(backend, settings, (names[0], names[2]), names[2], _PHI4)
 
 
 def glm4() -> Family:
@@ -357,8 +351,7 @@ def glm4() -> Family:
   backend = begins(byte_level(special(*names)), "[gMASK]", "<sop>", byte=True)
   settings = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "bos_token": None}
   ends = ("<|endoftext|>", "<|user|>", "<|observation|>")
-  generation = {"eos_token_id": [backend.token_to_id(end) for end in ends]}
-  return Family(backend, settings, generation, ends, "<|user|>", _GLM4)
+  return Family(backend, settings, ends, "<|user|>", _GLM4)
 
 
 def gemma() -> Family:
@@ -368,8 +361,7 @@ def gemma() -> Family:
   begins(backend, "<bos>")
   settings = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}
   ends = ("<eos>", "<end_of_turn>")
-  generation = {"eos_token_id": [backend.token_to_id(end) for end in ends]}
-  return Family(backend, settings, generation, ends, "<end_of_turn>", _GEMMA)
+  return Family(backend, settings, ends, "<end_of_turn>", _GEMMA)
 
 
 def gpt_oss() -> Family:
@@ -378,8 +370,7 @@ def gpt_oss() -> Family:
   backend = byte_level(special(*names, "<|channel|>", "<|message|>"))
   settings = {"bos_token": names[0], "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
   ends = ("<|return|>", "<|endoftext|>", "<|call|>")
-  generation = {"eos_token_id": [backend.token_to_id(end) for end in ends]}
-  return Family(backend, settings, generation, ends, "<|return|>", _GPT_OSS)
+  return Family(backend, settings, ends, "<|return|>", _GPT_OSS)
 
 
 def smollm2() -> Family:
@@ -387,8 +378,7 @@ def smollm2() -> Family:
   names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
   backend = byte_level(special(*names), split=None, digits=True)
   settings = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": names[0]}
-  generation = {"eos_token_id": backend.token_to_id("<|im_end|>")}
-  return Family(backend, settings, generation, ("<|im_end|>",), "<|im_end|>", _CHATML)
+  return Family(backend, settings, ("<|im_end|>",), "<|im_end|>", _CHATML)
 
 
 FAMILIES = {
@@ -413,7 +403,9 @@ def write(folder: pathlib.Path, family: Family) -> pathlib.Path:
   family.backend.save(str(folder / "tokenizer.json"))
   (folder / "chat_template.jinja").write_text(family.template)
   (folder / "tokenizer_config.json").write_text(json.dumps(family.settings))
-  (folder / "generation_config.json").write_text(json.dumps(family.generation))
+  ids = [family.backend.token_to_id(end) for end in family.ends]
+  eos = {"eos_token_id": ids if len(ids) > 1 else ids[0]}
+  (folder / "generation_config.json").write_text(json.dumps(eos))
   return folder
 
 

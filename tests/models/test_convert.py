@@ -124,11 +124,6 @@ def test_flipped_header_bits_are_refused_or_harmless(source, tmp_path_factory, d
     reader.config.to_json()
 
 
-def test_no_such_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"none\.gguf: no such file"):
-    convert.convert(tmp_path / "none.gguf", tmp_path / "x")
-
-
 # ---- written aside, renamed last
 
 

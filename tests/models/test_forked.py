@@ -165,13 +165,13 @@ def read(method, batch=2):
   return prefill(model(), TOKENS[:batch, :23], LENGTHS[:batch], caches, method)
 
 
-def conversation(logits, caches, method, **how):
+def conversation(logits, caches, method, decoder=None):
   """A question to every branch, and the logits of what it says."""
-  asked, caches = prefill(model(), QUESTIONS, ASKED, caches, method)
+  decoder = decoder or model()
+  asked, caches = prefill(decoder, QUESTIONS, ASKED, caches, method)
   logits = jnp.where((ASKED > 0)[:, None], asked, logits)
-  said, caches = generate(
-    model(), logits, caches, method, steps=7, chunk=4, return_logits=True, **how
-  )
+  how = {"steps": 7, "chunk": 4, "return_logits": True}
+  said, caches = generate(decoder, logits, caches, method, **how)
   return np.concatenate([np.asarray(said.logits), np.asarray(said.last)[:, None]], 1), said, caches
 
 
@@ -213,12 +213,8 @@ def test_families(family):
   caches = method.init_caches(decoder.spec(2, 72))
   logits, caches = prefill(decoder, tokens[:, :40], np.array([40, 31]), caches, method)
   forks = (*fork(logits, caches, 3), method), fork_shared(logits, caches, method, 3, room=12)
-  out = []
-  for logits, mine, kind in forks:
-    logits, mine = prefill(decoder, QUESTIONS, np.maximum(ASKED, 1), mine, kind)
-    said, mine = generate(decoder, logits, mine, kind, steps=6, return_logits=True)
-    out.append(np.asarray(said.logits))
-  np.testing.assert_allclose(*out, atol=CLOSE)
+  (copied, *_), (out, _, mine) = (conversation(*given, decoder) for given in forks)
+  np.testing.assert_allclose(out, copied, atol=CLOSE)
   windows = decoder.config.windows
   shared = [cache.layout is Layout.BRANCHED for cache in mine]
   assert shared == [w is None for w in windows] and len(set(shared)) == 2
@@ -259,10 +255,8 @@ def test_heads_over_two_devices():
   for decoder in (model(), spread):
     caches = decoder.init_caches(method, 2, 64)
     logits, caches = prefill(decoder, TOKENS[:, :23], LENGTHS, caches, method)
-    logits, caches, forked = fork_shared(logits, caches, method, 3, room=12)
-    logits, caches = prefill(decoder, QUESTIONS, np.maximum(ASKED, 1), caches, forked)
-    said, caches = generate(decoder, logits, caches, forked, steps=5, return_logits=True)
-    out.append(np.asarray(said.logits))
+    said, _, caches = conversation(*fork_shared(logits, caches, method, 3, room=12), decoder)
+    out.append(said)
     context = caches[0].heads["context_k"]
     assert context.sharding.shard_shape(context.shape)[1] == (2 if decoder is model() else 1)
   np.testing.assert_allclose(*out, atol=CLOSE)

@@ -100,8 +100,7 @@ class Batcher:
   ):
     check_method("method", method)
     checks.kind("sampling", sampling, Sampling)
-    if tokenizer is not None:
-      checks.kind("tokenizer", tokenizer, Tokenizer)
+    checks.tokenizer(tokenizer, needed=False)
     self._count = checks.whole("rows", rows, 1)
     self._together = checks.whole("together", together, 1)
     self._chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
@@ -243,8 +242,7 @@ class Batcher:
     checks.context(config, self._method, np.zeros(1, np.int32), new, "submit")
     strings = checks.stop_strings(stop_strings)
     checks.callbacks(on_text=on_text)
-    if (strings or on_text is not None) and self._tokenizer is None:
-      raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
+    checks.tokenizer(self._tokenizer, bool(strings or on_text is not None))
     sampling = self._sampling if sampling is None else sampling
     checks.kind("sampling", sampling, Sampling)
     if self._sampling.greedy and not sampling.greedy:

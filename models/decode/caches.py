@@ -19,7 +19,7 @@ from kvjax.families import sliding
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.decode import checks
-from kvjax.models.io import files, orbax
+from kvjax.models.io import files, items, orbax
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
@@ -356,9 +356,7 @@ def check_whose(method: Any, spec: Any) -> None:
 def _named(tree: tuple[Any, Any]) -> dict[str, Any]:
   """Leaves of (logits, caches) by a name that says where they belong."""
   logits, caches = tree
-  leaves, _ = jax.tree_util.tree_flatten_with_path(caches)
-  paths = {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
-  return {"logits": logits, **{f"layer{name}": x for name, x in paths.items()}}
+  return {"logits": logits, **{f"layer{name}": x for name, x in items.named(caches).items()}}
 
 
 def _kind(x: Any) -> tuple[str, tuple[int, ...]]:

@@ -20,6 +20,7 @@ from kvjax.families import entrance, sliding
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.models.io.token_backends import check_unicode
+from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn import flat
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Caches, Transformer
@@ -62,6 +63,14 @@ def kind(name: str, x: Any, wanted: type) -> None:
   """Raises TypeError for an argument of another class."""
   if not isinstance(x, wanted):
     raise TypeError(f"{name}: found {x!r}, expected a {wanted.__name__}")
+
+
+def tokenizer(given: Any, needed: bool) -> None:
+  """Raises where there is none and texts are looked at, or something else."""
+  if given is not None:
+    kind("tokenizer", given, Tokenizer)
+  elif needed:
+    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
 
 
 def callbacks(**given: Any) -> None:
@@ -325,9 +334,3 @@ def explained(
   spec = model.spec(caches[0].seen.shape[0], max(cache.size for cache in caches))
   how = what, method, spec, model.mesh, model.weight_bytes
   return functools.partial(memory.explained, *how)
-
-
-def throw(error: Any) -> None:
-  """Raises what a jitted function found, if it looked."""
-  if error is not None:
-    error.throw()

@@ -159,7 +159,7 @@ def generate(
   rows = checks.row_numbers(np.arange(batch) if rows is None else rows, batch)
   if forced is not None:
     forced = checks.forced(arguments.array("forced", forced), batch, steps, vocab)
-  _check_tokenizer(tokenizer, bool(stop_strings or on_text is not None))
+  checks.tokenizer(tokenizer, bool(stop_strings or on_text is not None))
   seen = checks.room(caches, method, steps * live, f"steps = {steps}")
   checks.context(model.config, method, seen, steps * live, f"generate(steps={steps})")
   if (ill := live & ~np.asarray(checks.sound(logits))).any():
@@ -234,14 +234,6 @@ def compile_ahead(
   )
   kind, logits = (method, sampling.greedy, return_logprobs), jnp.zeros((batch, vocab))
   Device(model, kind, logits, caches, np.ones(batch, bool), always, None).compile_ahead()
-
-
-def _check_tokenizer(tokenizer: Any, needed: bool) -> None:
-  """Raises where there is none and texts are looked at, or something else."""
-  if tokenizer is not None:
-    checks.kind("tokenizer", tokenizer, Tokenizer)
-  elif needed:
-    raise ValueError("tokenizer: found None, expected one, to find stop_strings or call on_text")
 
 
 def _read(

@@ -252,7 +252,8 @@ def caller(
       form, leaves = flat.split(model)
       run = flat.jitted(_prefill, 5, model.mesh)
       error, result = run(form, method, *options, leaves, caches, *arrays, whole)
-    checks.throw(error)
+    if error is not None:
+      error.throw()
     return result
 
   return read

@@ -17,6 +17,7 @@ from kvjax.core.cache import CacheSpec
 from kvjax.core.leaves import Layout
 from kvjax.families.method import Method
 from kvjax.models.decode import checks
+from kvjax.models.io import items
 from kvjax.models.nn import flat
 from kvjax.models.nn.transformer import Caches
 from kvjax.ops import offload
@@ -157,10 +158,7 @@ def check_alike(live: Caches, new: Caches) -> None:
 
 def _kinds(cache: Any) -> dict[str, tuple[Any, ...]]:
   """Dtype and shape of a row of each array, by name; a store's segments count as one."""
-  leaves, _ = jax.tree_util.tree_flatten_with_path(cache, is_leaf=offload.is_store)
   return {
-    jax.tree_util.keystr(path, simple=True, separator="."): (
-      offload.row_of(x) if offload.is_store(x) else (x.dtype.name, x.shape[1:])
-    )
-    for path, x in leaves
+    name: offload.row_of(x) if offload.is_store(x) else (x.dtype.name, x.shape[1:])
+    for name, x in items.named(cache, offload.is_store).items()
   }

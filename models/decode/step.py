@@ -295,7 +295,8 @@ class Device:
       return np.asarray(x).reshape(-1, len(self._live))[: step.steps]
 
     with self._explained():
-      checks.throw(step.error)
+      if step.error is not None:
+        step.error.throw()
       tokens = rows(step.tokens)
     return tokens, None if step.logprobs is None else rows(step.logprobs)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import mmap
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,9 +72,9 @@ def _heads(name: str) -> tuple[int, ...]:
   return tuple(i for i, axis in enumerate(axes) if axis == "kv_heads")
 
 
-def named(item: Item) -> dict[str, Any]:
-  """The arrays of an item by path, in the order of its leaves: {"a": {"b": x}} has "a.b"."""
-  leaves = jax.tree_util.tree_leaves_with_path(item)
+def named(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+  """The leaves of a tree by path, in their order: {"a": {"b": x}} has "a.b"."""
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
   return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 

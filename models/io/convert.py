@@ -207,24 +207,19 @@ def load(
     )
   if dtype is None and precision is None:
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
-  abstract = nnx.eval_shape(
+  model = nnx.eval_shape(
     lambda: Transformer(config, dtype=dtype, precision=precision, impl=impl, rngs=nnx.Rngs(0))
   )
-  graph, state = nnx.split(abstract)
-  leaves, tree = jax.tree.flatten(state)
-  where = [None] * len(leaves) if mesh is None else parallel.shardings(state, config, mesh)
+  leaves, tree = jax.tree.flatten(model)
+  where = [None] * len(leaves) if mesh is None else parallel.shardings(model, config, mesh)
   placed = [
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to) for x, to in zip(leaves, where, strict=True)
   ]
-  wanted = nnx.to_pure_dict(jax.tree.unflatten(tree, placed))
+  wanted = nnx.to_pure_dict(nnx.state(jax.tree.unflatten(tree, placed)))
   for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
     item = items.load(_file(path, name, kind), _part(wanted, name))
-    if name.startswith("layer_"):
-      wanted["layers"][int(name.removeprefix("layer_"))] = item
-    else:
-      wanted.update(item)
-  nnx.replace_by_pure_dict(state, wanted)
-  model = nnx.merge(graph, state)
+    layer = name.removeprefix("layer_")
+    nnx.update(model if layer == name else model.layers[int(layer)], item)
   return model if mesh is None else parallel.on_mesh(model, mesh), tokenizer
 
 

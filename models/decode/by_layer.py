@@ -133,17 +133,12 @@ class ByLayer:
     places = self.model.places(method)
     key = program, *places, past, *forms, *_shapes((caches, arrays))
     if key not in _SITES:
-      _SITES[key] = self._compile(program, method, past, caches, *arrays)
+      sites, traced = self._placed(program, method, past, caches, *arrays)
+      lowered = [each.lower() for each in traced.values()]
+      with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda each: each.compile(), lowered))
+      _SITES[key] = sites
     return _SITES[key]
-
-  def _compile(self, program: Any, method: Method, *given: Any) -> list[At]:
-    """Compiles what the layers take, where calls find it."""
-    sites, traced = self._placed(program, method, *given)
-    lowered = [each.lower() for each in traced.values()]
-    with ThreadPoolExecutor() as pool:
-      for job in [pool.submit(each.compile) for each in lowered]:
-        job.result()
-    return sites
 
   def _placed(
     self,

@@ -140,12 +140,9 @@ def test_a_site_serves_layers_of_equal_answers():
     assert site.of_layer(lambda layer: layer < 6)
     assert site.by("pallas").of_layer(lambda layer: layer != 4)
     assert (site.by("pallas").env.impl, site.env.impl) == ("pallas", "auto")
-  with pytest.raises(sites.DifferentLayer), site.serving(1):
-    raise AssertionError("it is below")
-  with pytest.raises(sites.DifferentLayer), site.serving(6):
-    raise AssertionError("it is above")
-  with pytest.raises(sites.DifferentLayer), site.serving(4):
-    raise AssertionError("what was asked elsewhere counts here")
+  for layer in (1, 6, 4):  # below, above, and where something was asked elsewhere
+    with pytest.raises(sites.DifferentLayer), site.serving(layer):
+      raise AssertionError(layer)
   with pytest.raises(sites.DifferentLayer), site.serving(3):
     _ = site.layer
   assert site != At(2, Env(8), kvjax.Full()) and site == site

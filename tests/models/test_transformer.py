@@ -1,4 +1,4 @@
-"""The decoder: one pass, many passes, ragged rows and idle rows agree; config and shapes."""
+"""The decoder: its config, its dtypes and shapes, and queries apart from keys and values."""
 
 import dataclasses
 import functools
@@ -16,7 +16,6 @@ from kvjax.models.decode.generate import prefill
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.primitives.rope import Linear, Llama3, Yarn
-from tests import plain
 
 SMALL = ModelConfig(
   vocab=31, dim=24, layers=2, heads=6, kv_heads=3, head_dim=8, ffn=40, tie_embeddings=False
@@ -83,53 +82,6 @@ def test_weights_are_one_array_per_product_and_layer():
   }
   around = {"embedding": (31, 24), "head": (31, 24), "norm": {"scale": (24,)}}
   assert shapes == {**around, "layers": {0: layer, 1: layer}}
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen(kvjax.Full):
-  """Layer 1 computes only the chunk's last two tokens; the others' keys and values are zero."""
-
-  def active(self, at, tokens, total):
-    if at.layer == 0:
-      return None
-    last = jnp.arange(tokens - 2, tokens + 1)  # the third entry is padding
-    return kvjax.Active(jnp.broadcast_to(last, (total.shape[0], 3)))
-
-  def fill(self, at, k, v, prompt, carry):
-    if prompt.index is None:
-      return k, v, carry
-    wide = lambda x: jnp.zeros((*x.shape[:2], prompt.tokens, x.shape[3]), x.dtype)  # noqa: E731
-    put = lambda x: wide(x).at[:, :, -2:].set(x[:, :, :2])  # noqa: E731
-    return put(k), put(v), carry
-
-
-@pytest.mark.slow
-def test_tokens_that_a_layer_skips_keep_their_hidden_state_and_cost_nothing():
-  decoder, tokens = small(), np.arange(6)[None]
-  logits = plain.logits(decoder, tokens, method=Frozen())
-  one = dataclasses.replace(SMALL, layers=1)
-  shallow = Transformer(one, dtype=jnp.float32, rngs=nnx.Rngs(1))
-  shallow.layers = nnx.List([decoder.layers[0]])
-  shallow.embedding, shallow.norm, shallow.head = decoder.embedding, decoder.norm, decoder.head
-  before, deep = (plain.logits(each, tokens) for each in (shallow, decoder))
-  chex.assert_trees_all_close(logits[:, :4], before[:, :4], rtol=1e-6, atol=1e-6)
-  assert not np.allclose(logits[:, 4:], before[:, 4:], atol=1e-3)
-  assert not np.allclose(logits[:, 4:], deep[:, 4:], atol=1e-3)
-
-  def products(method):
-    """Rows of every product with gate_up, in order of layers."""
-    caches = method.init_caches(decoder.spec(1, 16))
-    args = jnp.asarray(tokens), jnp.array([6]), caches
-    jaxpr = jax.make_jaxpr(lambda t, n, c: decoder.prefill(t, n, c, method))(*args)
-    width = 2 * SMALL.ffn
-    return [
-      equation.outvars[0].aval.shape[1]
-      for equation in jaxpr.jaxpr.eqns
-      if equation.primitive.name == "dot_general" and equation.outvars[0].aval.shape[-1] == width
-    ]
-
-  assert products(kvjax.Full()) == [6, 6]
-  assert products(Frozen()) == [6, 3]
 
 
 def test_queries_and_keys_of_different_tokens():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 from typing import Any
@@ -96,11 +95,7 @@ class GGUF(Source):
     return value
 
   def _positive(self, key: str, default: Any = None) -> float:
-    value = self._entry(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-      raise ValueError(f"{self.where} {key!r}: found {value!r}, expected a number above 0")
-    return float(value)
+    return self.positive(repr(key), self._entry(key, default))
 
   def _read_config(self, max_context: int | None) -> ModelConfig:
     architecture = self.metadata.get("general.architecture")
@@ -126,42 +121,32 @@ class GGUF(Source):
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
-    rope = self._rope(head_dim)
-    context = self._entry("context_length")
-    if isinstance(rope.scaling, Yarn):
-      context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
-    context, layers = self.context(context, max_context), self._entry("block_count")
-    windows = self._windows(layers)
-    local = None
+    layers, local = self._entry("block_count"), None
     if "rope_local_base_freq" in family.defaults:
       local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
     if "query_pre_attn_scalar" in family.defaults:
       # As in llama.cpp: by the width of a head of the 27B model, which it tells by its layers.
       wide = layers == family.wide_layers
       self.query_scale = (head_dim / (dim / heads)) ** 0.5 if wide else 1.0
-    try:
-      return ModelConfig(
-        vocab=embedding.shape[0],
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=self._entry("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn=self._entry("expert_feed_forward_length" if experts else "feed_forward_length"),
-        rope=rope,
-        norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
-        tie_embeddings="output.weight" not in self._tensors,
-        **context,
-        embed_scale=dim**0.5 if "query_pre_attn_scalar" in family.defaults else 1.0,
-        windows=self.windows(windows, context["max_context"], local is not None),
-        window_rope=local,
-        soft_cap=self._cap("attn_logit_softcapping"),
-        final_soft_cap=self._cap("final_logit_softcapping"),
-        **experts,
-        **family.flags,
-      )
-    except ValueError as error:
-      raise ValueError(f"{self.path}: {error}") from error
+    return self.config_of(
+      self._entry("context_length"),
+      max_context,
+      self._windows(layers),
+      vocab=embedding.shape[0],
+      dim=dim,
+      layers=layers,
+      heads=heads,
+      kv_heads=self._entry("attention.head_count_kv", heads),
+      head_dim=head_dim,
+      ffn=self._entry("expert_feed_forward_length" if experts else "feed_forward_length"),
+      rope=self._rope(head_dim),
+      norm_eps=self._entry("attention.layer_norm_rms_epsilon"),
+      tie_embeddings="output.weight" not in self._tensors,
+      window_rope=local,
+      soft_cap=self._cap("attn_logit_softcapping"),
+      final_soft_cap=self._cap("final_logit_softcapping"),
+      **experts,
+    )
 
   def _cap(self, key: str) -> float | None:
     """A soft cap, in families that have them."""

@@ -112,34 +112,25 @@ class HuggingFace(Source):
     head_dim = self._entry("head_dim", dim // heads)
     if "query_pre_attn_scalar" in family.defaults:  # logits are divided by √H where they are made
       self.query_scale = (head_dim / self._entry("query_pre_attn_scalar")) ** 0.5
-    context = self._entry("max_position_embeddings")
-    if isinstance(rope.scaling, Yarn):
-      context = max(context, int(rope.scaling.factor * rope.scaling.original_context))
-    context = self.context(context, max_context)
-    windows = self._windows(kind, layers)
-    try:
-      return ModelConfig(
-        vocab=self._entry("vocab_size"),
-        dim=dim,
-        layers=layers,
-        heads=heads,
-        kv_heads=self._entry("num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=self._entry("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
-        rope=rope,
-        norm_eps=self._entry("rms_norm_eps"),
-        tie_embeddings=self._entry("tie_word_embeddings", False),
-        **context,
-        embed_scale=dim**0.5 if family.norm_plus else 1.0,
-        windows=self.windows(windows, context["max_context"], window_rope is not None),
-        window_rope=window_rope,
-        soft_cap=self._cap("attn_logit_softcapping"),
-        final_soft_cap=self._cap("final_logit_softcapping"),
-        **experts,
-        **family.flags,
-      )
-    except ValueError as error:
-      raise ValueError(f"{self._file}: {error}") from error
+    return self.config_of(
+      self._entry("max_position_embeddings"),
+      max_context,
+      self._windows(kind, layers),
+      vocab=self._entry("vocab_size"),
+      dim=dim,
+      layers=layers,
+      heads=heads,
+      kv_heads=self._entry("num_key_value_heads", heads),
+      head_dim=head_dim,
+      ffn=self._entry("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+      rope=rope,
+      norm_eps=self._entry("rms_norm_eps"),
+      tie_embeddings=self._entry("tie_word_embeddings", False),
+      window_rope=window_rope,
+      soft_cap=self._cap("attn_logit_softcapping"),
+      final_soft_cap=self._cap("final_logit_softcapping"),
+      **experts,
+    )
 
   def _cap(self, key: str) -> float | None:
     """A soft cap, in families that have them; null says that there is none."""
@@ -231,12 +222,7 @@ class HuggingFace(Source):
 
     def entry(name: str, default: Any = None) -> float:
       value = default if given.get(name) is None else given[name]
-      number = isinstance(value, int | float) and not isinstance(value, bool)
-      if not number or not 0 < value < math.inf:
-        raise ValueError(
-          f"{self._file}: {key!r}: {name!r}: found {value!r}, expected a number above 0"
-        )
-      return float(value)
+      return self.positive(f"{key!r}: {name!r}", value)
 
     theta = entry("rope_theta", theta)
     partial = entry("partial_rotary_factor", self._entry("partial_rotary_factor", 1.0))

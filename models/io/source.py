@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ import numpy as np
 from kvjax.models.io.families import Family, rotary_order
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
+from kvjax.primitives.rope import Yarn
 
 Item = dict[str, Any]
 
@@ -170,30 +172,41 @@ class Source(abc.ABC):
     """Name of a tensor in the file."""
     return self.names[part].format(i=layer, e=expert)
 
-  def context(self, stated: int, limit: int | None) -> dict[str, Any]:
-    """`ModelConfig.max_context`, in tokens, and `limited`.
+  def positive(self, key: str, value: Any) -> float:
+    """The value of an entry of the config; ValueError where it is no number above 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+      raise ValueError(f"{self.where} {key}: found {value!r}, expected a number above 0")
+    return float(value)
+
+  def config_of(
+    self, context: int, limit: int | None, windows: Sequence[int | None], **sizes: Any
+  ) -> ModelConfig:
+    """What the file states, and what follows from that and from the family.
+
+    Windows that no token of the context sees past are none, unless layers with a window differ in
+    more than the window.
 
     Args:
-      stated: what the model was made for.
+      context: tokens that the model was made for; YaRN's may be more.
       limit: what the caller asks for, None for all of it.
+      windows: the window of every layer, None without one; []: no layer has one.
+      sizes: further fields of `ModelConfig`.
     """
-    context = stated if limit is None else limit
-    if not 1 <= context <= stated:
-      raise ValueError(f"max_context: found {context}, expected 1 to {stated}, as {self.path} says")
-    return {"max_context": context, "limited": context < stated}
-
-  def windows(
-    self, each: Sequence[int | None], context: int, apart: bool
-  ) -> tuple[int | None, ...]:
-    """`ModelConfig.windows`: those that no token of the context sees past are none.
-
-    Args:
-      each: the window of every layer, None without one; []: no layer has one.
-      context: what the model is converted for, in tokens.
-      apart: layers with a window differ in more than the window, and stay what they are.
-    """
-    kept = tuple(w if w is not None and (apart or w < context) else None for w in each)
-    return kept if any(kept) else ()
+    scaling, apart = sizes["rope"].scaling, sizes["window_rope"] is not None
+    if isinstance(scaling, Yarn):
+      context = max(context, int(scaling.factor * scaling.original_context))
+    most = context if limit is None else limit
+    if not 1 <= most <= context:
+      raise ValueError(f"max_context: found {most}, expected 1 to {context}, as {self.path} says")
+    kept = tuple(w if w is not None and (apart or w < most) else None for w in windows)
+    sizes |= {"max_context": most, "limited": most < context, "windows": kept if any(kept) else ()}
+    if "query_pre_attn_scalar" in self.family.defaults:  # Gemma's
+      sizes["embed_scale"] = sizes["dim"] ** 0.5
+    try:
+      return ModelConfig(**sizes, **self.family.flags)
+    except ValueError as error:
+      raise ValueError(f"{self.where} {error}") from error
 
   def check_tensors(
     self, found: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()

@@ -212,9 +212,7 @@ def load(
   )
   leaves, tree = jax.tree.flatten(model)
   where = [None] * len(leaves) if mesh is None else parallel.shardings(model, config, mesh)
-  placed = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to) for x, to in zip(leaves, where, strict=True)
-  ]
+  placed = [x.update(sharding=to) for x, to in zip(leaves, where, strict=True)]
   wanted = nnx.to_pure_dict(nnx.state(jax.tree.unflatten(tree, placed)))
   for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
     item = items.load(_file(path, name, kind), _part(wanted, name))

@@ -46,10 +46,10 @@ def of_kinds(core=()):
   return pytest.mark.parametrize("name", [pytest.param(n, marks=x) for n, x in marks.items()])
 
 
-def start(method, name=GEMMA, capacity=CAPACITY, **how):
+def start(method, name=GEMMA, decoder=None, **how):
   """Logits and caches after a prompt that outgrows the window."""
-  decoder = model(name)
-  caches = decoder.init_caches(method, 2, capacity)
+  decoder = decoder or model(name)
+  caches = decoder.init_caches(method, 2, CAPACITY)
   return prefill(decoder, TOKENS[:, :60], LENGTHS, caches, method, **how)
 
 
@@ -179,8 +179,7 @@ def test_kernels_equal_the_reference(name):
   method = kvjax.Full()
   want, theirs = start(method, name)
   decoder = model(name, "pallas")
-  empty = decoder.init_caches(method, 2, CAPACITY)
-  got, caches = prefill(decoder, TOKENS[:, :60], LENGTHS, empty, method)
+  got, caches = start(method, decoder=decoder)
   np.testing.assert_allclose(got, want, atol=CLOSE)
   check_steps((method, caches, decoder), (method, theirs, model(name)), 2)
 
@@ -247,8 +246,7 @@ def test_one_prefill_for_several_members():
 def test_heads_over_two_devices(name):
   spread, method = parallel.shard(model(name), kvjax.make_mesh(heads=2)), kvjax.H2O(16)
   want, caches = start(method, name)
-  empty = spread.init_caches(method, 2, CAPACITY)
-  got, over = prefill(spread, TOKENS[:, :60], LENGTHS, empty, method)
+  got, over = start(method, decoder=spread)
   np.testing.assert_allclose(got, want, atol=CLOSE)
   assert over[0].slots["k"].sharding.shard_shape(over[0].slots["k"].shape)[1:3] == (1, WINDOW)
   check_steps((method, over, spread), (method, caches, model(name)), 3)

@@ -22,7 +22,7 @@ from kvjax.core.context import At, Carry, Env, Prompt
 from kvjax.families import forms, sliding
 from kvjax.families.method import Method
 from kvjax.models.nn import flat
-from kvjax.models.nn.flat import Form
+from kvjax.models.nn.flat import Form, join
 from kvjax.models.nn.transformer import Caches, Transformer, bound
 from kvjax.ops import offload
 from kvjax.runtime.sites import DifferentLayer, Site
@@ -212,7 +212,7 @@ def _without_layers(model: Transformer) -> Transformer:
 @flat.own
 @functools.partial(jax.jit, static_argnums=0)
 def _embed(form: Form, leaves: Any, tokens: Any) -> Any:
-  return form.module(leaves).embed(tokens)
+  return join(form, leaves).embed(tokens)
 
 
 @flat.own
@@ -221,21 +221,21 @@ def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens
   """The state of a decode step, and zeros for what layers hand on of theirs as summands: with
   them the first layer, whose leaves are `own`, runs the program of the others.
   """
-  x = form.module(leaves).embed(tokens)
-  parts = jax.eval_shape(lambda: first.module(own).summands(env, x))
+  x = join(form, leaves).embed(tokens)
+  parts = jax.eval_shape(lambda: join(first, own).summands(env, x))
   return x, jnp.zeros(parts.shape, parts.dtype)
 
 
 @flat.own
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
-  return form.module(leaves).predict(x, lengths, all_logits)
+  return join(form, leaves).predict(x, lengths, all_logits)
 
 
 @flat.own
 @functools.partial(jax.jit, static_argnums=0)
 def _predict_next(form: Form, leaves: Any, x: Any, parts: Any) -> Any:
-  return form.module(leaves).predict_next(x, parts)
+  return join(form, leaves).predict_next(x, parts)
 
 
 @flat.own
@@ -250,7 +250,7 @@ def _of_prompt(
   """A layer of a prompt: state, cache, what it hands on (the carry), reports."""
   (lengths, total), (carry,) = told, handed
   prompt = Prompt.of(at, x.shape[1], lengths, total, past)
-  x, cache, carry, aux = form.module(leaves).prefill(at, x, cache, prompt, carry)
+  x, cache, carry, aux = join(form, leaves).prefill(at, x, cache, prompt, carry)
   return x, offload.settled(cache), (carry,), aux
 
 
@@ -268,5 +268,5 @@ def _decode(
 ) -> Any:
   """A layer of a decode step: state, cache, what it hands on (summands and carry), reports."""
   parts, carry = handed
-  x, parts, cache, carry, aux = form.module(leaves).decode(at, x, parts, cache, live, carry)
+  x, parts, cache, carry, aux = join(form, leaves).decode(at, x, parts, cache, live, carry)
   return x, offload.settled(cache), (parts, carry), aux

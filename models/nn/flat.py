@@ -6,10 +6,9 @@ third of a millisecond as a list of arrays behind a static description.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
@@ -18,22 +17,11 @@ from jaxtyping import Array
 
 from kvjax.runtime import sharding
 
+# All of a module but its arrays.
+Form: TypeAlias = jax.tree_util.PyTreeDef
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Form:
-  """All of a module but its arrays; modules of one form share one object.
-
-  It is compared by what it is: to compare the description anew would take a tenth of a dispatch.
-  """
-
-  tree: Any
-
-  def module(self, leaves: Sequence[Array]) -> Any:
-    """The module of these arrays, of the shapes that it had when it was split."""
-    return jax.tree.unflatten(self.tree, leaves)
-
-
-_form = functools.cache(Form)
+# Forms that are alike are one object: to compare two would take a tenth of a dispatch.
+_one = functools.cache(lambda form: form)
 
 
 def split(model: nnx.Module) -> tuple[Form, list[Array]]:
@@ -43,13 +31,13 @@ def split(model: nnx.Module) -> tuple[Form, list[Array]]:
   arrays keep their shapes. As a tree a module is described in a tenth of the time that `nnx.split`
   takes, which looks for variables that are shared: such a one is two arrays here.
   """
-  leaves, tree = jax.tree.flatten(model)
-  return _form(tree), leaves
+  leaves, form = jax.tree.flatten(model)
+  return _one(form), leaves
 
 
 def join(form: Form, leaves: Sequence[Array]) -> Any:
   """The module of `split`, from arrays of the shapes that it gave, inside jit or out."""
-  return form.module(leaves)
+  return jax.tree.unflatten(form, leaves)
 
 
 _OWN: list[Any] = []

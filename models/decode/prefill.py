@@ -14,7 +14,6 @@ from jaxtyping import Array, Int
 from numpy.typing import ArrayLike
 
 from kvjax.core.cache import CacheSpec
-from kvjax.core.leaves import Layout
 from kvjax.core.traits import Stream
 from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
@@ -68,15 +67,15 @@ def empty(model: Transformer, method: Method, batch: int, capacity: int) -> Cach
   spec = model.spec(batch, capacity)
   if model.mesh is not None:
     return sharding.init_caches(method, spec, model.mesh)
-  if not by_layer.reads(model) or _hosts(method, spec):  # arrays have places of their own
+  if not by_layer.reads(model) or offload.hosted(shapes(method, spec)):  # in places of their own
     return method.init_caches(spec)
   return _init(method, spec)
 
 
 @functools.cache
-def _hosts(method: Method, spec: CacheSpec) -> bool:
-  shapes = jax.eval_shape(lambda: method.init_caches(spec))
-  return any(cache.layout is Layout.HOSTED for cache in shapes)
+def shapes(method: Method, spec: CacheSpec) -> Any:
+  """Empty caches as shapes."""
+  return jax.eval_shape(lambda: method.init_caches(spec))
 
 
 @flat.own

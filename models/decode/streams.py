@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from kvjax.families.method import Method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode import caches as kept
 from kvjax.models.decode.pieces import Pieces, undivided
-from kvjax.models.decode.prefill import caller, check_sound
+from kvjax.models.decode.prefill import caller, check_sound, shapes
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 from kvjax.runtime import arguments, memory
@@ -172,7 +171,7 @@ class PromptStream:
     checks.of_prompts(self._model, tokens, lengths, len(self.seen))
     coming = self.waiting + lengths
     what = f"a stream with {lengths.max()} more tokens"
-    checks.room(_shapes(self._method, self._most), self._method, coming, what, self.seen)
+    checks.room(shapes(self._method, self._most), self._method, coming, what, self.seen)
     checks.context(self._model.config, self._method, self.seen, coming, "feed")
     self._pieces.add(tokens, lengths)
     self._read(on_chunk, ending=False)
@@ -263,30 +262,24 @@ class PromptStream:
 
 def _sizes(model: Transformer, method: Method, spec: CacheSpec) -> list[CacheSpec]:
   """Sizes that the caches take on as they grow: what can grow is a store, on one device."""
-  if model.mesh is not None or not offload.hosted(_shapes(method, spec)):
+  if model.mesh is not None or not offload.hosted(shapes(method, spec)):
     return [spec]
   doubled = (FIRST << i for i in range(64) if FIRST << i < spec.capacity)
   smaller = [dataclasses.replace(spec, capacity=n) for n in doubled]
-  return [*(x for x in smaller if _extends(_shapes(method, x), _shapes(method, spec))), spec]
+  return [*(x for x in smaller if _extends(shapes(method, x), shapes(method, spec))), spec]
 
 
 def _spec_of(caches: Caches, method: Method, sizes: list[CacheSpec]) -> CacheSpec:
   """That of the sizes which caches have."""
   found = _every_shape(caches)
   for spec in sizes:
-    if found == _every_shape(_shapes(method, spec)):
+    if found == _every_shape(shapes(method, spec)):
       return spec
   room, expected = checks.capacity(caches, method), sizes[-1].capacity
   raise ValueError(
     f"caches: found room for {'any number of' if room is None else room.max()} tokens, expected "
     f"caches of spec, whose capacity is {expected}, or of a stream with such a spec"
   )
-
-
-@functools.cache
-def _shapes(method: Method, spec: CacheSpec) -> Any:
-  """Caches as shapes."""
-  return jax.eval_shape(lambda: method.init_caches(spec))
 
 
 def _every_shape(tree: Any) -> list[tuple[int, ...]]:
@@ -306,7 +299,7 @@ def _extends(small: Any, large: Any) -> bool:
 def _check_extends(method: Method, small: CacheSpec, large: CacheSpec) -> None:
   """Raises unless caches of one size grow to the other."""
   fits = small.capacity <= large.capacity
-  if not (fits and _extends(_shapes(method, small), _shapes(method, large))):
+  if not (fits and _extends(shapes(method, small), shapes(method, large))):
     raise ValueError(
       f"spec.capacity: found {large.capacity}, expected {small.capacity}, as it was saved"
     )
@@ -320,7 +313,7 @@ def _enlarged(caches: Caches, method: Method, spec: CacheSpec) -> Caches:
       return offload.enlarged(x, to)
     return jax.tree.map(_padded, x, to) if _own_rows(x) else x
 
-  return jax.tree.map(one, caches, _shapes(method, spec), is_leaf=_own_rows)
+  return jax.tree.map(one, caches, shapes(method, spec), is_leaf=_own_rows)
 
 
 def _padded(x: Array, to: Any) -> Array:

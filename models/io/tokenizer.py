@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from kvjax.models.io import chat_template as chats
-from kvjax.models.io import token_backends, token_files
+from kvjax.models.io import files, token_backends, token_files
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _LOST = "\N{REPLACEMENT CHARACTER}"
@@ -293,20 +293,14 @@ class Tokenizer:
       FileNotFoundError, ValueError: a file is missing or damaged.
     """
     folder = pathlib.Path(folder)
-    path = folder / "tokenizer.json"
+    expected = "the tokenizer of a converted checkpoint"
     settings_path = folder / "tokenizer_config.json"
-    backend = token_backends.read(path, "the tokenizer of a converted checkpoint")
+    backend = token_backends.read(folder / "tokenizer.json", expected)
+    settings = files.read_json(settings_path, expected)
     try:
-      settings_text = settings_path.read_bytes()
-    except FileNotFoundError as error:
-      raise FileNotFoundError(
-        f"{settings_path}: not found, expected the tokenizer of a converted checkpoint"
-      ) from error
-    try:
-      settings = json.loads(settings_text)
       made = cls(backend, **settings)
       return made if "ends" in settings else _closing(made)  # converted before they were kept
-    except (RecursionError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
       raise ValueError(
         f"{settings_path}: found {error}, expected an object of {', '.join(_SETTINGS)}, as "
         "'kvjax convert' writes it: Tokenizer.from_huggingface reads a Hugging Face folder"

@@ -97,5 +97,5 @@ def _held(config: ModelConfig, dtype: Any, layers: int) -> int:
   windows = config.windows and config.windows[:1] * layers
   config = dataclasses.replace(config, layers=layers, windows=windows)
   made = nnx.eval_shape(lambda: Transformer(config, dtype=dtype, rngs=nnx.Rngs(0)))
-  leaves = jax.tree.leaves(nnx.split(made)[1])
+  leaves = jax.tree.leaves(made)
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

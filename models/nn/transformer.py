@@ -184,7 +184,7 @@ class Transformer(nnx.Module):
 
   def weight_bytes(self) -> int:
     """Bytes of weights on each device."""
-    leaves = jax.tree.leaves(nnx.state(self))
+    leaves = jax.tree.leaves(self)
     parts = [x.sharding.shard_shape(x.shape) for x in leaves]
     return sum(math.prod(n) * x.dtype.itemsize for n, x in zip(parts, leaves, strict=True))
 

@@ -6,7 +6,6 @@ import threading
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax.models.decode import background, by_layer
@@ -39,8 +38,7 @@ def compiled():
 
 
 def on_a_device():
-  graph, state = nnx.split(model())
-  return nnx.merge(graph, jax.device_put(state, jax.devices()[-1]))
+  return jax.device_put(model(), jax.devices()[-1])
 
 
 def on_a_mesh():

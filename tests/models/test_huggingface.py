@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,8 +28,7 @@ def items(folder):
 
 
 def leaves(checkpoint, **kwargs):
-  model, _ = convert.load(checkpoint, **kwargs)
-  return jax.tree.leaves(nnx.state(model))
+  return jax.tree.leaves(convert.load(checkpoint, **kwargs)[0])
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from flax import nnx
 
 from kvjax.models.io import convert, items, orbax
 from tests import processes, tiny_gguf, tiny_hf
 from tests.meshes import mesh_of
-
-
-def leaves(model):
-  return jax.tree.leaves(nnx.state(model))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,9 @@ def copy(folders, tmp_path):
 def test_both_kinds_load_alike(folders, mesh, dtype):
   """Bit by bit, and every part on the same device; without a mesh, committed to none."""
   mesh = mesh and mesh_of(*mesh)
-  one, other = (leaves(convert.load(folders[to], dtype=dtype, mesh=mesh)[0]) for to in items.KINDS)
+  one, other = (
+    jax.tree.leaves(convert.load(folders[to], dtype=dtype, mesh=mesh)[0]) for to in items.KINDS
+  )
   for x, y in zip(one, other, strict=True):
     assert (x.dtype, x.sharding, x.committed) == (y.dtype, y.sharding, y.committed)
     for ours, theirs in zip(x.addressable_shards, y.addressable_shards, strict=True):
@@ -97,7 +94,7 @@ def test_damaged_folders_are_refused_by_name(copy):
         assert str(error).startswith(f"{item}: found ") and "\n" not in str(error)
         refused += 1
       else:  # what Orbax notes beside the arrays
-        assert all(np.isfinite(x).all() for x in leaves(model)), path
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(model)), path
       path.write_bytes(whole)
   assert refused >= 8
   shutil.rmtree(item)
@@ -107,7 +104,6 @@ def test_damaged_folders_are_refused_by_name(copy):
 
 LOAD = """
 import kvjax
-from flax import nnx
 from kvjax.models.io import convert
 from tests.processes import peak
 
@@ -116,8 +112,8 @@ small, folder = arguments
 convert.load(small, mesh=mesh)  # what the libraries take once
 (model, _), took = peak(lambda: convert.load(folder, mesh=mesh))
 size = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
-layer = max(sum(x.nbytes for x in jax.tree.leaves(nnx.state(x))) for x in model.layers)
-print(took, size(nnx.state(model)), layer)
+layer = max(sum(x.nbytes for x in jax.tree.leaves(x)) for x in model.layers)
+print(took, size(model), layer)
 """
 
 

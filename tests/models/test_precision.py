@@ -19,14 +19,13 @@ from tests import tiny_hf
 
 def products(model):
   """Precisions of all matrix products of a decode step."""
-  graph, state = nnx.split(model)
   method = kvjax.Full()
   caches = jax.eval_shape(lambda: method.init_caches(model.spec(1, 8)))
 
-  def step(state, tokens, caches):
-    return nnx.merge(graph, state).decode(tokens, caches, method)
+  def step(model, tokens, caches):
+    return model.decode(tokens, caches, method)
 
-  text = str(jax.make_jaxpr(step)(state, jax.ShapeDtypeStruct((1,), jnp.int32), caches))
+  text = str(jax.make_jaxpr(step)(model, jax.ShapeDtypeStruct((1,), jnp.int32), caches))
   return set(re.findall(r"Precision\.(\w+)", text)) or {"DEFAULT"}
 
 

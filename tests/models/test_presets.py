@@ -55,7 +55,7 @@ def test_builds_with_the_published_parameters(name):
   """Layers are alike: one is built, and counted as often as there are layers."""
   config = PRESETS[name]
   model = abstract(dataclasses.replace(config, layers=1, windows=config.windows[:1]))
-  count = lambda part: sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(part)))  # noqa: E731
+  count = lambda part: sum(math.prod(x.shape) for x in jax.tree.leaves(part))  # noqa: E731
   total = count(model) + (config.layers - 1) * count(model.layers[0])
   assert total == pytest.approx(PUBLISHED[name], rel=0.01)
 
@@ -66,16 +66,15 @@ def test_decode_step(name):
   """Shapes of one step with the caches of a full context, over the first two layers."""
   config = PRESETS[name]
   config = dataclasses.replace(config, layers=2, windows=config.windows[-2:])
-  graph, state = nnx.split(abstract(config))
-  method, capacity = kvjax.Full(), config.max_context
-  spec = Transformer.spec(nnx.merge(graph, state), 2, capacity)
+  model, method = abstract(config), kvjax.Full()
+  spec = model.spec(2, config.max_context)
 
-  def step(state, tokens, caches):
-    return nnx.merge(graph, state).decode(tokens, caches, method)
+  def step(model, tokens, caches):
+    return model.decode(tokens, caches, method)
 
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   tokens = jax.ShapeDtypeStruct((2,), jnp.int32)
-  logits, after = jax.eval_shape(step, state, tokens, caches)
+  logits, after = jax.eval_shape(step, model, tokens, caches)
   assert (logits.shape, logits.dtype) == ((2, config.vocab), jnp.float32)
   chex.assert_trees_all_equal_shapes_and_dtypes(after, caches)
   assert after[0].slots["k"].shape[:2] == (2, config.kv_heads)

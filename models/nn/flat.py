@@ -60,20 +60,9 @@ def drop() -> None:
     function.clear_cache()
 
 
+@functools.cache
 def jitted(function: Callable[..., Any], static: int, mesh: Mesh | None) -> Callable[..., Any]:
   """function(`static` settings, leaves, caches, …), compiled for a mesh; caches are donated."""
-  return _jitted(function, static, tuple(sharding.compiler_options(mesh).items()))
-
-
-@functools.cache
-def _jitted(
-  function: Callable[..., Any], static: int, options: tuple[tuple[str, str], ...]
-) -> Callable[..., Any]:
-  return own(
-    jax.jit(
-      function,
-      static_argnums=range(static),
-      donate_argnums=static + 1,
-      compiler_options=dict(options) or None,
-    )
-  )
+  options = sharding.compiler_options(mesh) or None
+  how: Any = {"static_argnums": range(static), "donate_argnums": static + 1}
+  return own(jax.jit(function, **how, compiler_options=options))

@@ -166,7 +166,7 @@ def saved_capacity(path: str | os.PathLike[str]) -> int:
 
 
 def _header(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
-  """The newest version in a folder, and what is said of its arrays."""
+  """The newest save in a folder that this code reads, and what is said of its arrays."""
   if path.is_file():
     raise ValueError(
       f"{path}: found a file, expected a folder of {FORMAT!r} version {VERSION} (an older kvjax, "
@@ -174,8 +174,16 @@ def _header(path: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
     )
   saved = orbax.latest(path)
   header = files.read_json(saved / orbax.HEADER, "a header of saved caches")
-  _check_version(path, header.get("format"), header.get("version"))
-  return saved, header
+  kind, version = header.get("format"), header.get("version")
+  if (kind, version) == (FORMAT, VERSION):
+    return saved, header
+  age = ""
+  if kind == FORMAT and isinstance(version, int):
+    newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
+    age = f" (it was written by {newer})"
+  raise ValueError(
+    f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}{age}"
+  )
 
 
 def _placed(
@@ -373,19 +381,6 @@ def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   windows = list(sizes.pop("windows"))
   sizes |= {"windows": windows} if windows else {}
   return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
-
-
-def _check_version(path: pathlib.Path, kind: Any, version: Any) -> None:
-  """Raises unless the folder is one that this code reads."""
-  if kind == FORMAT and version == VERSION:
-    return
-  age = ""
-  if kind == FORMAT and isinstance(version, int):
-    newer = "a newer kvjax, which reads it" if version > VERSION else "an older kvjax"
-    age = f" (it was written by {newer})"
-  raise ValueError(
-    f"{path}: found format {kind!r} version {version!r}, expected {FORMAT!r} version {VERSION}{age}"
-  )
 
 
 def _check_identity(

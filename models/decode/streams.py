@@ -235,9 +235,11 @@ class PromptStream:
     """
     made = cls.__new__(cls)
     made._begin(model, method, spec, **how)
-    made.spec = dataclasses.replace(spec, capacity=kept.saved_capacity(path))
-    if made.spec not in made._sizes:
-      _check_extends(method, made.spec, spec)
+    saved = kept.saved_capacity(path)
+    made.spec = dataclasses.replace(spec, capacity=saved)
+    grows = saved <= spec.capacity and _extends(shapes(method, made.spec), shapes(method, spec))
+    if made.spec not in made._sizes and not grows:
+      raise ValueError(f"spec.capacity: found {spec.capacity}, expected {saved}, as it was saved")
     logits, caches = kept.restore(path, method, made.spec, mesh=model.mesh)
     made._take(caches, logits)
     return made
@@ -294,15 +296,6 @@ def _extends(small: Any, large: Any) -> bool:
   """True if caches of one size become those of the other by what is written block by block."""
   pairs = zip(*(jax.tree.leaves(x, is_leaf=_own_rows) for x in (small, large)), strict=True)
   return all(_own_rows(x) or x.shape == y.shape for x, y in pairs)
-
-
-def _check_extends(method: Method, small: CacheSpec, large: CacheSpec) -> None:
-  """Raises unless caches of one size grow to the other."""
-  fits = small.capacity <= large.capacity
-  if not (fits and _extends(shapes(method, small), shapes(method, large))):
-    raise ValueError(
-      f"spec.capacity: found {large.capacity}, expected {small.capacity}, as it was saved"
-    )
 
 
 def _enlarged(caches: Caches, method: Method, spec: CacheSpec) -> Caches:

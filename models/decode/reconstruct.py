@@ -332,28 +332,16 @@ def looked_at(
   def add(i: Array, best: Array) -> Array:
     of_block = jax.lax.dynamic_slice_in_dim(q, i * size, size, 3)
     at = jax.lax.dynamic_slice_in_dim(qpos, i * size, size, 1)
-    return jnp.maximum(best, _largest(of_block, at, k, pos, count, soft_cap))
+    sees = (pos >= 0)[:, :, None] & (pos[:, :, None] <= at[:, None, :, None])
+    logits = jnp.where(sees[:, :, None], attention.logits_of(of_block, k, soft_cap), -jnp.inf)
+    top = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))  # [B, K, G, T, S]
+    total = weights.sum(-1, keepdims=True)
+    share = weights[..., :count] / jnp.where(total > 0, total, 1)
+    return jnp.maximum(best, share.max((2, 3)))
 
   none = jnp.zeros((*pos.shape[:2], count), jnp.float32)
   return jax.lax.fori_loop(0, blocks, add, none)
-
-
-def _largest(
-  q: Float[Array, "B K G T H"],
-  qpos: Int[Array, "B T"],
-  k: Float[Array, "B K S H"],
-  pos: Int[Array, "B K S"],
-  count: int,
-  soft_cap: float | None,
-) -> Float[Array, "B K M"]:
-  """`looked_at` of some queries over the first `count` keys."""
-  sees = (pos >= 0)[:, :, None] & (pos[:, :, None] <= qpos[:, None, :, None])
-  logits = jnp.where(sees[:, :, None], attention.logits_of(q, k, soft_cap), -jnp.inf)
-  top = logits.max(-1, keepdims=True)
-  weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0))  # [B, K, G, T, S]
-  total = weights.sum(-1, keepdims=True)
-  share = weights[..., :count] / jnp.where(total > 0, total, 1)
-  return share.max((2, 3))
 
 
 def cut(

@@ -27,6 +27,8 @@ from kvjax.models.nn.transformer import Caches, Transformer, bound
 from kvjax.ops import offload
 from kvjax.runtime.sites import DifferentLayer, Site
 
+LARGE = 512  # tokens of a prompt from which on its products are the vendor's library's
+
 
 def reads(model: Transformer) -> bool:
   """True if a model's prompts are compiled by layer: on one device, and without a NaN guard."""
@@ -71,7 +73,8 @@ class ByLayer:
     with self.model.products_traced():
       x, handed = _embed(form, leaves, tokens), (_carry(method, caches),)
       told = lengths, total
-      run = _prefill if method.traits.stream is None else _prefill_piece
+      large = method.traits.stream is None and tokens.size >= LARGE
+      run = _prefill_large if large else _prefill
       x, new, _, reports = self._through(run, method, past, caches, x, told, handed)
       logits = _predict(form, all_logits, leaves, x, lengths)
       if forms.overrides(method, "conclude"):
@@ -255,10 +258,11 @@ def _of_prompt(
 
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
+_prefill = flat.own(_jitted(_of_prompt))
 # A GPU's compiler tries kernels of its own for large products, for most of the time that a layer
-# takes to compile; what the vendor's library has is as fast.
-_prefill = flat.own(_jitted(_of_prompt, compiler_options={"xla_gpu_enable_triton_gemm": False}))
-_prefill_piece = flat.own(_jitted(_of_prompt))  # of a stream, whose products are small
+# takes to compile; what the vendor's library has is as fast. For small ones its own are faster.
+_PLAIN = {"xla_gpu_enable_triton_gemm": False}
+_prefill_large = flat.own(_jitted(_of_prompt, compiler_options=_PLAIN))
 
 
 @flat.own

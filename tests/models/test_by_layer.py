@@ -88,6 +88,21 @@ def test_programs_that_were_dropped_are_traced_again():
   chex.assert_trees_all_equal(read(), want)
 
 
+@pytest.mark.parametrize(("tokens", "own"), [(511, True), (512, False)])
+def test_a_gpu_may_make_kernels_of_its_own_for_small_prompts(monkeypatch, tokens, own):
+  taken, method = [], kvjax.Full()
+
+  def through(_, run, method, past, caches, x, told, handed):
+    taken.append(run)
+    return x, caches, handed, []
+
+  monkeypatch.setattr(by_layer.ByLayer, "_through", through)
+  caches = method.init_caches(model().spec(1, tokens))
+  given = jnp.zeros((1, tokens), jnp.int32), jnp.array([tokens]), caches, method
+  by_layer.ByLayer(model()).prefill(*given)
+  assert taken == [by_layer._prefill if own else by_layer._prefill_large]
+
+
 @pytest.mark.slow
 def test_a_row_that_takes_no_part_in_a_step_keeps_every_bit():
   method = kvjax.SnapKV(12, window_size=4)

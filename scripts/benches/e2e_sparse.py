@@ -16,7 +16,15 @@ from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import trace
-from kvjax.programs.suites import Case, Contender, check_fits, suite, together
+from kvjax.programs.suites import (
+  Case,
+  Contender,
+  check_fits,
+  optional,
+  suite,
+  together,
+  torch_decoder,
+)
 from kvjax.programs.suites.e2e import drawn, seconds_of, step_logits, stepping, weights
 from scripts.benches._layer import compared, holding
 
@@ -53,7 +61,8 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   for batch in batches:
     for length in (tokens,) if quick else (1 << 10, 2 << 10, 4 << 10):
       title = f"Tab. V {name} B{batch} T{length >> 10}K"
-      yield title, case, name, shared(length // 8), batch, length, quick
+      made = functools.partial(tab_5, peers=peers)
+      yield title, made, name, shared(length // 8), batch, length, quick
 
 
 def shared(budget: int) -> dict[str, kvjax.Method]:
@@ -61,6 +70,19 @@ def shared(budget: int) -> dict[str, kvjax.Method]:
   cis = dataclasses.replace(kvjax.settings.example(kvjax.CIS, budget), tau=-1.0)
   cpe = kvjax.CPE(cis.k, cis.sinks, cis.local, tau=-1.0)
   return {"kvjax": cpe, "Full": kvjax.Full()} | dict(compared(cis, cpe, budget))
+
+
+def tab_5(
+  title: str, name: str, methods: dict[str, kvjax.Method], *sizes: Any, peers: bool
+) -> Case:
+  """A step of each, and of the strongest plain one in PyTorch."""
+  made = beside(title, name, methods, *sizes, layers=2)  # over more, roundings add up
+  if not peers:
+    return made
+  held = caches(weights(name), kvjax.Full(), *sizes[:2])
+  plain = functools.partial(torch_decoder.contender, weights(name), held, sizes[1])
+  more = [dataclasses.replace(x, output=None) for x in optional("torch, CUDA graph", plain)]
+  return dataclasses.replace(made, contenders=[*made.contenders, *more])
 
 
 def case(
@@ -74,6 +96,7 @@ def case(
   figures: Callable[[dict[str, float]], dict[str, float]] | None = None,
   subject: str = "kvjax",
   compared: tuple[kvjax.Method, kvjax.Method] | None = None,
+  layers: int = 4,
   **filled: Any,
 ) -> Case:
   """A step of each method, whose caches take turns in memory.
@@ -81,6 +104,7 @@ def case(
   Args:
     compared: the method whose kernels are compared with another's reference; by default the first
       one with itself.
+    layers: over how many they are compared.
     filled: `filled`, what makes caches in place of `caches`.
   """
   model, impl = weights(name), "reference" if quick else "pallas"  # no loop compiles interpreted
@@ -90,12 +114,13 @@ def case(
     functools.partial(timed, model, method, impl, batch, tokens, **filled)
     for method in methods.values()
   )
-  outputs = [functools.partial(logits, model, ours, "pallas", **filled), *[None] * len(methods)]
+  how = {"layers": layers, **filled}
+  outputs = [functools.partial(logits, model, ours, "pallas", **how), *[None] * len(methods)]
   return Case(
     name=title,
-    shapes=f"{first!r}; {model.dtype.name}; compared over four layers",
+    shapes=f"{first!r}; {model.dtype.name}; compared over {layers} layers",
     bytes=moved,
-    reference=functools.partial(logits, model, theirs, "reference", **filled),
+    reference=functools.partial(logits, model, theirs, "reference", **how),
     tolerance=1e-4 if model.dtype == jnp.float32 else 2e-2,
     contenders=[Contender(*each) for each in zip(methods, run, outputs, strict=False)],
     subject=subject,
@@ -111,8 +136,8 @@ def over_bytes(seconds: float, moved: int) -> dict[str, float]:
 def beside(
   title: str, name: str, methods: dict[str, kvjax.Method], *sizes: Any, **how: Any
 ) -> Case:
-  """A case of two methods: how much faster the first is, and how much the bytes allow."""
-  ours, other = methods
+  """A case of methods: how much faster the first is than the second, and the bytes allow."""
+  ours, other, *_ = methods
 
   def figures(seconds: dict[str, float]) -> dict[str, float]:
     moved = {each: moved_by(weights(name), methods[each], *sizes[:2]) for each in methods}
@@ -205,12 +230,14 @@ def timed(
   return seconds
 
 
-def logits(model: Transformer, method: kvjax.Method, impl: str, filled: Any = caches) -> np.ndarray:
-  """Logits of one step of two rows in four layers, in a context short enough for the reference.
+def logits(
+  model: Transformer, method: kvjax.Method, impl: str, layers: int = 4, filled: Any = caches
+) -> np.ndarray:
+  """Logits of one step of two rows in few layers, in a context short enough for the reference.
 
   Over 32 layers of random weights two ways to round to bfloat16 part by 5 %.
   """
-  model = few_layers(model.config, model.dtype, 4)
+  model = few_layers(model.config, model.dtype, layers)
   tokens = 128 if model.config.vocab < 1000 else 12 << 10
   return step_logits(model, method, impl, filled(model, method, 2, tokens))
 

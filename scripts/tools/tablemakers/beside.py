@@ -44,9 +44,7 @@ def both(form: Callable[..., str], *names: str) -> Column:
 
 def share(x: float) -> str:
   """A share that is 100 % only where nothing differs."""
-  if x == 1:
-    return "100 %"
-  return f"{min(100 * x, 99.99):.2f} %" if x > 0.99 else f"{100 * x:.0f} %"
+  return f"{min(100 * x, 99.99):.2f} %" if 0.99 < x < 1 else f"{100 * x:.0f} %"
 
 
 def _part(budget: int, length: int) -> str:

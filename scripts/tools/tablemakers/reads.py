@@ -19,7 +19,7 @@ sparse = Cases("sparse").table(
 )
 # Whole steps beside the full cache's or those of copies, and what bytes allow.
 BESIDE = "Full|copies"
-steps = Cases(pattern="^(?!PRR|DuoAttention).*Llama").table(
+steps = Cases(pattern="^(?!PRR|DuoAttention|Tab).*Llama").table(
   ("a step", own()),
   ("full cache, or copies", BESIDE),
   ("times as fast", faster(BESIDE)),
@@ -41,9 +41,17 @@ cpe = Cases("cpe", "keys$").table(
   ("CPE", own()),
   ("dense", "dense decode"),
   ("times as fast", faster("dense decode")),
+  said("limit by bytes"),
   said("of the limit by bytes", to="dense decode"),
   ("torch flash SDPA", "torch flash"),
   ("times as fast as flash", faster("torch flash")),
+)
+# Tabs. IV and V of PrHS.
+PEERS = "CPE-8", "CIS-16", "CIS-8", "HShare-0", "HShare-1", "Double Sparsity", "Quest", "H2O"
+peers = Cases("cpe", "keys$").table(("CPE-16", own()), *PEERS, ("dense", "dense decode"))
+peer_steps = Cases("e2e_sparse", "^Tab").table(
+  *(("CPE-16", own()), *PEERS, ("full cache", "Full"), "torch, CUDA graph"),
+  *(("times as fast as the full cache", faster("Full")), said("bytes allow")),
 )
 # Attention to a list alone, by how its tokens lie.
 cpe_alone = Cases("cpe", "the list alone$").table(
@@ -78,9 +86,9 @@ longflow = Cases("longflow", "^step").table(
 
 def answers(results: Results) -> Part:
   ours, rows = results.bench("longflow")["Qwen3-1.7B 512 in 16000 out"], {}
-  for who in ("LongFlow", "Full"):
+  for who in ("LongFlow", "R-KV", "VATP", "H2O", "Full"):
     rows[who] = {
-      "batch": ours[f"{who}, batch"],
+      "batch": int(ours[f"{who}, batch"]),
       "tokens a second": say("**{:,.0f}**", ours[f"{who}, tokens a second"]),
       "of its byte limit": say("{:.2f}", ours[f"{who}, of its byte limit"]),
       "cache of a row": say("{:,.0f} MiB", ours[f"{who}, MiB of a row"]),
@@ -88,5 +96,5 @@ def answers(results: Results) -> Part:
   for peer in results.cases("longflow", "transformers$"):
     how = re.sub(r"^batch \d+, |; µs are of a step$", "", peer["shapes"])
     rate = say("{:,.0f}", peer["tokens a second"])
-    rows[f"transformers, {how}"] = {"batch": peer["batch"], "tokens a second": rate}
+    rows[f"transformers, {how}"] = {"batch": int(peer["batch"]), "tokens a second": rate}
   return pd.DataFrame.from_dict(rows, "index").rename_axis("")

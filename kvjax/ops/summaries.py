@@ -1,6 +1,6 @@
 """Summaries of tiles of keys, renewed where the newest token belongs.
 
-What is renewed is what `summarise` makes of a cache's slots (`ops.context.summarised`).
+What is renewed is what `summarise` makes of a cache's slots (`ops.slot_shards.summarised`).
 """
 
 import dataclasses

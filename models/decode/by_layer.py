@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -75,7 +76,8 @@ class ByLayer:
       told = lengths, total
       large = method.traits.stream is None and tokens.size >= LARGE
       run = _prefill_large if large else _prefill
-      x, new, _, reports = self._through(run, method, past, caches, x, told, handed)
+      head = functools.partial(_predict.lower, form, all_logits, leaves, x, lengths)
+      x, new, _, reports = self._through(head, run, method, past, caches, x, told, handed)
       logits = _predict(form, all_logits, leaves, x, lengths)
       if forms.overrides(method, "conclude"):
         new = self.model.by_served(functools.partial(_conclude, method), new, lengths)
@@ -96,16 +98,26 @@ class ByLayer:
     with self.model.products_traced():
       x, parts = _embed_next(*self._start, tokens)
       handed = parts, _carry(method, caches)
-      x, new, handed, reports = self._through(_decode, method, None, caches, x, live, handed)
+      head = functools.partial(_predict_next.lower, form, leaves, x, parts)
+      given = method, None, caches, x, live, handed
+      x, new, handed, reports = self._through(head, _decode, *given)
       logits = _predict_next(form, leaves, x, handed[0])
     return (logits, new, reports) if with_aux else (logits, new)
 
   def _through(
-    self, run: Any, method: Method, past: int | None, caches: Caches, x: Any, told: Any, handed: Any
+    self,
+    head: Callable[[], Any],
+    run: Any,
+    method: Method,
+    past: int | None,
+    caches: Caches,
+    x: Any,
+    told: Any,
+    handed: Any,
   ) -> tuple[Any, Caches, Any, list[Any]]:
     """State, caches, what was handed on and reports, once all layers' programs have run."""
     new, reports = [], []
-    sites = self._sites(run, method, past, caches, x, told, handed)
+    sites = self._sites(head, run, method, past, caches, x, told, handed)
     for at, cache, (layer, own) in zip(sites, caches, self.layers, strict=True):
       x, cache, handed, aux = run(layer, at, bound(at, past), own, cache, x, told, handed)
       new.append(cache)
@@ -129,17 +141,26 @@ class ByLayer:
     return len(self._placed(_prefill, method, 0, caches, x, (count, count), handed)[1])
 
   def _sites(
-    self, program: Any, method: Method, past: int | None, caches: Caches, *arrays: Any
+    self,
+    head: Callable[[], Any],
+    program: Any,
+    method: Method,
+    past: int | None,
+    caches: Caches,
+    *arrays: Any,
   ) -> list[At]:
-    """Site of each layer. At first, all programs that this takes are compiled, side by side."""
+    """Site of each layer. At first, all programs that this takes are compiled, side by side, and
+    what follows the layers (`head` lowers it).
+    """
     forms = [form for form, _ in self.layers]
     places = self.model.places(method)
     key = program, *places, past, *forms, *_shapes((caches, arrays))
     if key not in _SITES:
       sites, traced = self._placed(program, method, past, caches, *arrays)
-      lowered = [each.lower() for each in traced.values()]
+      lower = *(each.lower for each in traced.values()), head
       with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda each: each.compile(), lowered))
+        for job in [pool.submit(each().compile) for each in lower]:
+          job.result()
       _SITES[key] = sites
     return _SITES[key]
 

@@ -1,8 +1,8 @@
 """Output of programs while they work: steps with their seconds, bars, text as it comes, tables."""
 
-import re
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -105,38 +105,19 @@ class Streamer:
   A word appears once something follows it, since only then is it known to fit its line.
   """
 
-  def __init__(self, out: TextIO | None = None, *, width: int = 88, indent: str = "  "):
-    self._out = out or sys.stdout
-    self._width = width
-    self._indent = indent
-    self._shown = 0
-    self._column = 0
+  def __init__(self, width: int = _WIDTH):
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    self._wrapper = textwrap.TextWrapper(width, "  ", "  ", **how)
+    self._begin = self._shown = 0  # of the line that grows: its place, and printed characters
 
   def show(self, text: str, *, final: bool = False) -> None:
     """Prints what `text` has beyond the part already printed; `final` prints the last word too."""
     end = len(text) if final else max(text.rfind(" "), text.rfind("\n")) + 1
-    for word in re.findall(r"\n|\S+", text[self._shown : end]):
-      self._word(word)
-    self._shown = max(self._shown, end)
-    if final:
-      self._end_line()
-    self._out.flush()
-
-  def _word(self, word: str) -> None:
-    if word == "\n":
-      self._out.write("\n")
-      self._column = 0
-      return
-    if self._column + 1 + len(word) > self._width:
-      self._end_line()
-    lead = " " if self._column else self._indent
-    self._out.write(lead + word)
-    self._column += len(lead) + len(word)
-
-  def _end_line(self) -> None:
-    if self._column:
-      self._out.write("\n")
-      self._column = 0
+    lines = text[self._begin : end].split("\n")
+    wrapped = [self._wrapper.fill(" ".join(line.split())) for line in lines]
+    ended = "\n" if final and wrapped[-1] else ""
+    print("\n".join(wrapped)[self._shown :], end=ended, flush=True)
+    self._begin, self._shown = end - len(lines[-1]), len(wrapped[-1])
 
 
 def bar(total: int, text: str, unit: str) -> tqdm:
@@ -159,10 +140,8 @@ class Table:
     left: columns that are aligned to the left.
   """
 
-  def __init__(
-    self, columns: Mapping[str, int], *, left: Sequence[int] = (0,), out: TextIO | None = None
-  ):
-    self._widths, self._left, self._out = list(columns.values()), left, out or sys.stdout
+  def __init__(self, columns: Mapping[str, int], *, left: Sequence[int] = (0,)):
+    self._widths, self._left = list(columns.values()), left
     self.row(list(columns))
     self.row(["-" * width for width in self._widths])
 
@@ -171,7 +150,7 @@ class Table:
       cell if len(cell) <= width else f"{cell[: width - 1]}…"
       for cell, width in zip(cells, self._widths, strict=True)
     ]
-    print(_line(cut, self._widths, self._left), file=self._out, flush=True)
+    print(_line(cut, self._widths, self._left), flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:

@@ -261,7 +261,7 @@ def test_files_are_whole_or_not_there(tmp_path):
 
 def test_streamed_text_wraps_at_words(capsys):
   text = "one two three four\n\nfive six"
-  streamer = console.Streamer(width=12, indent="  ")
+  streamer = console.Streamer(width=12)
   for end in range(len(text)):
     streamer.show(text[:end])
   streamer.show(text, final=True)

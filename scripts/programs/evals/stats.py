@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import scipy.stats
 from scipy import optimize, special
 
-_Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _RESAMPLES = 2000
 
 
@@ -115,8 +115,5 @@ def mean_of(parts: Sequence[Estimate]) -> Estimate:
 
 def wilson(hits: int, n: int) -> tuple[float, float]:
   """Wilson's score interval of a share (Wilson, 1927)."""
-  share = hits / n
-  middle = share + _Z**2 / (2 * n)
-  spread = _Z * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
-  scale = 1 + _Z**2 / n
-  return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+  low, high = scipy.stats.binomtest(hits, n).proportion_ci(method="wilson")
+  return float(low), float(high)

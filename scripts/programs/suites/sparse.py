@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.kernels.decode.sparse import sparse_decode
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, reading, torch_contender
+from kvjax.programs.suites import decode as dense
 
 # The grid of PRR's Tab. 3.
 UNITS, BUDGETS = (16, 32, 64, 128, 256), (1024, 2048, 4096, 6144, 8192)
@@ -72,17 +73,10 @@ def gathered(x: Any, table: Any, unit: int) -> Any:
 
 
 def reference(q, k, v, table, count, start, stop, *, unit: int) -> np.ndarray:
-  """Attention output in float32, [B, K, G, H]."""
-
-  @jax.jit
-  def run(q, k, v, table):
-    q, k, v = (
-      x.astype(jnp.float32) for x in (q, gathered(k, table, unit), gathered(v, table, unit))
-    )
-    x = jnp.einsum("bkgh,bksh->bkgs", q, k, precision="highest") * q.shape[-1] ** -0.5
-    return jnp.einsum("bkgs,bksh->bkgh", jax.nn.softmax(x, -1), v, precision="highest")
-
-  return np.asarray(run(q, k, v, table))
+  """Attention over all listed slots in float32, [B, K, G, H]."""
+  k, v = (gathered(x, table, unit) for x in (k, v))
+  first, last = jnp.zeros_like(start), jnp.full_like(stop, k.shape[2])
+  return dense.reference(q, k, v, first, last)
 
 
 def read_contender(k: Any, v: Any, budget: int, pieces: int) -> Contender:

@@ -13,7 +13,7 @@ import dataclasses
 import os
 import pathlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import jax
@@ -126,10 +126,6 @@ class Reading:
   caches: Caches
   clock: Clock
   shared: tuple[str, ...] = ()
-
-  def of(self, name: str) -> "Reading":
-    """The part of one of the methods that share it."""
-    return dataclasses.replace(self, caches=take(self.caches, self.shared.index(name)))
 
 
 def choose(names: tuple[str, ...], budget: int = 1024) -> tuple[str, ...]:
@@ -261,16 +257,6 @@ class Contest:
     return generation, clock
 
 
-def read_together(game: Contest, methods: dict[str, kvjax.Method], names: Sequence[str]) -> Reading:
-  """One prompt pass for several methods."""
-  tokens = int(game.prompt()[1][0])
-  served = ", ".join(names) if len(names) <= 5 else f"{len(names)} methods"
-  with console.step(f"reading {tokens:,} tokens once for {served}") as step:
-    reading = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in names)), tuple(names))
-    step.note(_parts(reading.clock))
-  return reading
-
-
 def _parts(clock: Clock) -> str:
   """Parts of the time of a step that read a prompt, put before their sum."""
   return f"compile {clock.compiling:.1f} s + prompt {clock.running:.1f} s ="
@@ -296,13 +282,17 @@ def contest(
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)
   dense = {n: m for n, m in methods.items() if kvjax.families.forms.dense_prefill(m)}
-  shared = [n for n, m in dense.items() if layered.programs(m, *size) <= 2]
-  together = read_together(game, methods, shared)
+  shared = tuple(n for n, m in dense.items() if layered.programs(m, *size) <= 2)
+  served = ", ".join(shared) if len(shared) <= 5 else f"{len(shared)} methods"
+  with console.step(f"reading {game.prompt()[1][0]:,} tokens once for {served}") as step:
+    together = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in shared)), shared)
+    step.note(_parts(together.clock))
 
   def result(name: str, method: kvjax.Method) -> Result:
     common.drop_programs()
     if name in shared:
-      return game.run(name, method, together.of(name))
+      caches = take(together.caches, shared.index(name))
+      return game.run(name, method, dataclasses.replace(together, caches=caches))
     with console.step(f"{name}: reading the prompt", fleeting=True):
       reading = game.read(method)
     return game.run(name, method, reading)

@@ -162,6 +162,13 @@ def test_speed_by_hand():
   assert pictures.speed(once, [], STYLES) is None
 
 
+def test_speed_is_that_of_the_smallest_budget():
+  """Whatever the order in which budgets were run."""
+  rows = [row("vt", "x", n, 0, 1.0, length) for length in (1024, 2048) for n in (512, 256)]
+  figure = pictures.speed(summary.summarise(rows), [], STYLES)
+  np.testing.assert_allclose(figure.axes[2].lines[0].get_ydata(), 2 * 256e-6)  # GB, of two rows
+
+
 def test_reports_by_hand():
   """Layers are rows; what is alike everywhere is a line of text, and only that is no picture."""
   figure = pictures.visits(TRACES)

@@ -18,7 +18,7 @@ def speed(summaries: Sequence[Summary], benches: Sequence[Any], styles: Styles) 
   Medians; a batch that was timed at one length only is left out.
   """
   lines: dict[tuple[str, str], list[tuple[int, float, float, float]]] = {}
-  for s in _one_per_length(summaries):
+  for s in _one_per_length(s for s in summaries if s.mode == "aware"):
     if s.step_seconds:
       where = f"evaluate, batch {s.batch}"
       memory = (s.cache_bytes * s.batch) / 1e9
@@ -85,14 +85,11 @@ def _side_by_side(named: Iterable[tuple[str, str]]) -> dict[tuple[str, str], flo
   }
 
 
-def _one_per_length(summaries: Sequence[Summary]) -> list[Summary]:
+def _one_per_length(summaries: Iterable[Summary]) -> list[Summary]:
   """Of every method the smallest budget, and of every length its first task."""
-  least: dict[str, int] = {}
+  found: dict[tuple[str, int], Summary] = {}
   for s in summaries:
-    least[s.method] = min(least.get(s.method, s.budget or 0), s.budget or 0)
-  first: dict[tuple[str, int], Summary] = {}
-  share = {(s.method, s.length): s.budget for s in reversed(summaries)}
-  for s in summaries:
-    if s.mode == "aware" and s.budget == share[s.method, s.length]:
-      first.setdefault((s.method, s.length), s)
-  return list(first.values())
+    other = found.setdefault((s.method, s.length), s)
+    if (s.budget or 0) < (other.budget or 0):
+      found[s.method, s.length] = s
+  return list(found.values())

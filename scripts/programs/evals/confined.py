@@ -195,12 +195,9 @@ def receive(peer: socket.socket) -> Any:
 
 
 def _exactly(peer: socket.socket, size: int) -> bytes:
-  data = b""
-  while len(data) < size:
-    part = peer.recv(min(size - len(data), 1 << 20))
-    if not part:
-      raise EOFError("message: found its end")
-    data += part
+  data = peer.recv(size, socket.MSG_WAITALL)
+  if len(data) < size:
+    raise EOFError("message: found its end")
   return data
 
 

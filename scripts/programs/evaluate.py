@@ -132,11 +132,6 @@ class Args:
   )
 
 
-def labels(args: Args) -> list[str]:
-  """The methods that are asked for."""
-  return list(kvjax.METHODS) if list(args.methods) == ["all"] else list(args.methods)
-
-
 def listing() -> str:
   """Tasks and methods."""
   tasks = []
@@ -256,7 +251,8 @@ def entries(args: Args) -> dict[int, list[plan.Entry]]:
   Raises:
     ValueError: a label is not one, or does not say what it was fitted on.
   """
-  made = {length: plan.entries(labels(args), args.budgets, length) for length in args.lengths}
+  labels = kvjax.METHODS if args.methods == ("all",) else args.methods
+  made = {length: plan.entries([*labels], args.budgets, length) for length in args.lengths}
   for entry in (entry for each in made.values() for entry in each):
     fitted.refuse_unknown(entry.fitted, args.unknown_fit)
   return made

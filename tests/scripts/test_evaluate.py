@@ -702,7 +702,6 @@ QUESTION = {"question": "What is 1 + 1?", "answer": "#### 2"}
 def questions(folder, **changed):
   (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
   (folder / "gsm8k/test.jsonl").write_text(json.dumps(QUESTION | changed) + "\n")
-  return "--data", str(folder), "--lengths", "300"
 
 
 @pytest.mark.slow

@@ -186,14 +186,14 @@ def jax_contender(
   return looped_contender(name, step, [None] * len(arguments), arguments, **how)
 
 
-def reading(pieces: Iterable[Iterable[jax.Array]], calls: int, name: str = "read") -> Contender:
+def reading(pieces: Iterable[Iterable[jax.Array]], calls: int) -> Contender:
   """A contender that reads arrays, piece by piece in turn, and does next to nothing with them."""
 
   def read(factor: Any, *arrays: Any) -> Any:
     return sum((x.astype(jnp.float32) * factor).sum() for x in arrays)
 
   turns = [(jnp.float32(1 + i), *arrays) for i, arrays in enumerate(pieces)]
-  return jax_contender(name, read, turns, calls=calls)
+  return jax_contender("read", read, turns, calls=calls)
 
 
 def looped_contender(

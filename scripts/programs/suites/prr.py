@@ -444,14 +444,14 @@ def calibration(name: str, s: Setting, quick: bool) -> Case:
   )
 
 
-def profile(s: Setting, repetitions: int, calls: int = 64) -> dict[str, Any]:
+def profile(s: Setting, repetitions: int) -> dict[str, Any]:
   """The entry of one setting in `tuned/<device>/prr.json`: microseconds, medians, interleaved."""
   inputs, base = layers(s, False), s.base
   plain = [(q, cache) for q, cache, _ in inputs]
   makers: dict[tuple[str, str], Callable[[], Contender]] = {}
 
   def add(name: str, ratio: str, make: Callable, run: Callable, turns: list[tuple]) -> None:
-    makers[name, ratio] = functools.partial(make, name + ratio, run, turns, calls=calls)
+    makers[name, ratio] = functools.partial(make, name + ratio, run, turns, calls=64)
 
   add("select_us", "", jax_contender, functools.partial(select, base), plain)
   add("serial_us", "", stepping, functools.partial(step, base), plain)

@@ -71,8 +71,8 @@ def _means(axis: Axes, shown: dict[str, list[Any]], styles: look.Styles) -> None
   axis.set_yticks(range(len(ranked)), ranked)
 
 
-def _smooth(values: np.ndarray, width: int = WIDTH) -> np.ndarray:
-  """Means over `width` neighbours, fewer at the ends."""
-  ones = np.ones(min(width, len(values)))
+def _smooth(values: np.ndarray) -> np.ndarray:
+  """Means over `WIDTH` neighbours, fewer at the ends."""
+  ones = np.ones(min(WIDTH, len(values)))
   total = np.convolve(values, ones, "same")
   return total / np.convolve(np.ones(len(values)), ones, "same")

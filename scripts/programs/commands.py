@@ -83,14 +83,11 @@ def _listing() -> str:
 
 def _versions() -> str:
   python = ".".join(map(str, sys.version_info[:3]))
-  return f"kvjax {__version__}, jax {_version('jax')}, Python {python}"
-
-
-def _version(package: str) -> str:
   try:
-    return metadata.version(package)
+    jax = metadata.version("jax")
   except metadata.PackageNotFoundError:
-    return "not installed"
+    jax = "not installed"
+  return f"kvjax {__version__}, jax {jax}, Python {python}"
 
 
 def main() -> None:

@@ -119,13 +119,13 @@ class Reading:
   Attributes:
     logits, caches: after the prompt.
     clock: what it took.
-    shared: the methods that it serves, or none where it is one method's own.
+    shared: whether it serves several methods.
   """
 
   logits: jax.Array
   caches: Caches
   clock: Clock
-  shared: tuple[str, ...] = ()
+  shared: bool
 
 
 def choose(names: tuple[str, ...], budget: int = 1024) -> tuple[str, ...]:
@@ -195,14 +195,14 @@ class Contest:
     ids = Reader(self.tokenizer).row(self.row).ids
     return pad([ids], multiple=self.length - ANSWER_TOKENS)
 
-  def read(self, method: kvjax.Method, shared: tuple[str, ...] = ()) -> Reading:
+  def read(self, method: kvjax.Method) -> Reading:
     """Prefills the prompt under a method (or several at once: `SharedPrefill`)."""
     tokens, lengths = self.prompt()
     with Clock() as clock:
       caches = method.init_caches(self.model.spec(1, self.capacity))
       logits, caches = prefill(self.model, tokens, lengths, caches, method, past=0)
       jax.block_until_ready((logits, caches))
-    return Reading(logits, caches, clock, shared)
+    return Reading(logits, caches, clock, isinstance(method, kvjax.SharedPrefill))
 
   def run(self, name: str, method: kvjax.Method, reading: Reading) -> Result:
     """Answers the question, then decodes the forced continuation from the same caches.
@@ -243,7 +243,7 @@ class Contest:
       compile_seconds=sum(clock.compiling for clock in own),
       prompt_seconds=reading.clock.running,
       decode_seconds=answering.running + following.running,
-      shared=bool(reading.shared),
+      shared=reading.shared,
     )
 
   def _decode(
@@ -282,10 +282,10 @@ def contest(
   size = 1, length - ANSWER_TOKENS, game.capacity
   layered = ByLayer(model)
   dense = {n: m for n, m in methods.items() if kvjax.families.forms.dense_prefill(m)}
-  shared = tuple(n for n, m in dense.items() if layered.programs(m, *size) <= 2)
+  shared = [n for n, m in dense.items() if layered.programs(m, *size) <= 2]
   served = ", ".join(shared) if len(shared) <= 5 else f"{len(shared)} methods"
   with console.step(f"reading {game.prompt()[1][0]:,} tokens once for {served}") as step:
-    together = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in shared)), shared)
+    together = game.read(kvjax.SharedPrefill(tuple(methods[name] for name in shared)))
     step.note(_parts(together.clock))
 
   def result(name: str, method: kvjax.Method) -> Result:

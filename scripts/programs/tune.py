@@ -199,9 +199,10 @@ class Sweep:
   def _right(self, choice: Config, contender: Contender) -> bool:
     assert contender.output is not None
     error = np.linalg.norm(contender.output() - self._want) / np.linalg.norm(self._want)
-    if error > 1e-2:
+    right = bool(error <= 1e-2)  # NaN is not
+    if not right:
       print(f"    {choice}: wrong, error {error:.1e}", flush=True)
-    return bool(error <= 1e-2)
+    return right
 
 
 def tune(table: str, shape: Shape, repetitions: int) -> dict[str, Any]:

@@ -4,11 +4,12 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 
 from kvjax.kernels.common import config, devices
 from kvjax.kernels.common.config import Config
-from kvjax.programs import tune
+from kvjax.programs import suites, tune
 from kvjax.testing.decode_cases import TUNED, Shape
 
 
@@ -105,6 +106,15 @@ def test_an_interrupted_run_goes_on_where_it_ended(gpu, monkeypatch):
   path.write_text(json.dumps(held | {"jax": "0.0"}))
   tune.main(tune.Args(tables=("decode",), only=("B1 T4K",)))
   assert len(json.loads(path.read_text())["entries"]) == 1  # those of another JAX do not count
+
+
+@pytest.mark.parametrize(("given", "error"), [(1.001, ""), (1.1, "1.0e-01"), (np.nan, "nan")])
+def test_a_configuration_that_is_wrong_is_named(capsys, given, error):
+  sweep = tune.Sweep.__new__(tune.Sweep)
+  sweep._want = np.ones(4)
+  made = suites.Contender("one", lambda: 1.0, lambda: np.full(4, given))
+  assert sweep._right(Config(64, 1, 4, 2), made) == (not error)
+  assert capsys.readouterr().out.endswith(f"wrong, error {error}\n" if error else "")
 
 
 def test_where_it_writes(gpu, tmp_path):

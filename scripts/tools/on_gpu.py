@@ -29,6 +29,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import tyro
@@ -145,24 +146,25 @@ published = functools.partial(_part, "evaluate", "published", limit=300)  # comp
 speed = functools.partial(_part, "speed", "speed")
 
 
+def several(
+  prefix: str, make: Callable[[str, str], Step], parts: dict[str, str]
+) -> dict[str, Step]:
+  """A step of each part, whose name begins so, from the part's arguments."""
+  return {f"{prefix}_{part}": make(part, arguments) for part, arguments in parts.items()}
+
+
 def parts(length: str, tasks: str, more: str = "") -> dict[str, Step]:
   """The evaluation of every part at one length."""
-  return {
-    f"real_{length}_{part}{more}": real(
-      f"{length}_{part}{more}", f"--tasks {tasks} {AT[length]} --methods {methods}"
-    )
-    for part, methods in PARTS.items()
-  }
+  how = f"--tasks {tasks} {AT[length]} --methods"
+  names = {f"{length}_{part}{more}": f"{how} {methods}" for part, methods in PARTS.items()}
+  return several("real", real, names)
 
 
 def speeds(length: str, tokens: int, budgets: str) -> dict[str, Step]:
   """The timings of every part at one length, but for methods that stream a prompt."""
   how = f"--lengths {tokens} --batches 8 --budgets {budgets} --methods"
-  return {
-    f"speed_{length}_{part}": speed(f"{length}_{part}", f"{how} {methods}")
-    for part, methods in PARTS.items()
-    if part != "streamed"
-  }
+  names = {f"{length}_{part}": f"{how} {PARTS[part]}" for part in PARTS if part != "streamed"}
+  return several("speed", speed, names)
 
 
 # ART in the order of a prompt's last queries. τ = 0.02 lost too much (`nvidia-h200/real/art_32K`),
@@ -272,41 +274,49 @@ LTRI = {
   ),
   **{f"ltri_{k}K_copied": ltri(f"{k}K_copied", k << 10, 300, "ltri", COPIED) for k in (32, 16)},
 }
+NIAH = "--tasks needle niah_multikey_1 niah_multivalue"
+LATE = f"{NIAH} vt --lengths 32768 --batch 5 --samples 60"
+MODES = {
+  **{
+    f"8K_{mode}": f"--modes {mode} --tasks needle niah_multikey_1 {AT['8K']} --methods {LEADING}"
+    for mode in ("second", "agnostic")
+  },
+  "8K_kvzip": f"--modes agnostic {NIAH} --batch 10 --samples 30 --lengths 8192 --memory 12 "
+  "--budgets 1280 2304 4352 --methods kvzip adakv:safeguard=0+kvzip "
+  "adakv:safeguard=0+kvzip:over_layers=True",
+  "32K_art": f"{LATE} --seed 1 --memory 14 --trace 8 --methods {RANKED}",
+}
+SHARED = {
+  "32K_cpe": f"{LATE} --memory 14 --trace 8 --budgets 4096 --methods {CPES}",
+  "32K_cpe_seed1": f"{LATE} --seed 1 --memory 14 --trace 8 --budgets 4096 --methods "
+  "cis:block=4,tau=-1,radius=0 cpe:block=4,tau=-1,radius=0",
+}
+GSM8K = {
+  "gsm8k": "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
+  "--methods longflow r_kv h2o tova",
+  "gsm8k_chat": "--tasks gsm8k_chat --lengths 4096 --batch 100 --samples 300 --budgets 128 256 "
+  "--methods longflow longflow:per=layer r_kv h2o tova vatp streaming_llm",
+  "gsm8k_128": "--tasks gsm8k --lengths 2048 --batch 100 --samples 200 --budgets 128 "
+  f"--methods {SHARING}",
+}
+WHOLE_SETS = ("cruxeval_o", 1536, 800), ("humaneval", 1536, 164), ("gsm8k_chat", 768, 500)
+PUBLISHED = {
+  task: f"--tasks {task} --lengths {length} --batch 100 --samples {rows} --methods full"
+  for task, length, rows in WHOLE_SETS
+}
+KEYS = {
+  f"kv_{n}": f"--tasks lost_in_the_middle_{n} --lengths {length} --batch 10 --samples 50 "
+  "--memory 14 --budgets 1024 --methods snapkv quest longflow cis streaming_llm"
+  for n, length in ((140, 10240), (75, 5632))
+}
 REAL = {
   **parts("8K", f"{FIRST} {MORE}"),
   **speeds("8K", 8192, "1024"),
   **parts("32K", FIRST),
   **speeds("32K", 32768, "1024 4096"),
-  **{
-    f"real_8K_{mode}": real(
-      f"8K_{mode}",
-      f"--modes {mode} --tasks needle niah_multikey_1 {AT['8K']} --methods {LEADING}",
-    )
-    for mode in ("second", "agnostic")
-  },
-  "real_8K_kvzip": real(
-    "8K_kvzip",
-    "--modes agnostic --tasks needle niah_multikey_1 niah_multivalue --batch 10 --samples 30 "
-    "--lengths 8192 --memory 12 --budgets 1280 2304 4352 --methods kvzip "
-    "adakv:safeguard=0+kvzip adakv:safeguard=0+kvzip:over_layers=True",
-  ),
-  "real_32K_art": real(
-    "32K_art",
-    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
-    f"--seed 1 --memory 14 --trace 8 --methods {RANKED}",
-  ),
+  **several("real", real, MODES),
   "speed_32K_art": speed("32K_art", f"--lengths 32768 --batches 8 --methods {ARTS}"),
-  "real_32K_cpe": real(
-    "32K_cpe",
-    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
-    f"--memory 14 --trace 8 --budgets 4096 --methods {CPES}",
-  ),
-  "real_32K_cpe_seed1": real(
-    "32K_cpe_seed1",
-    "--tasks needle niah_multikey_1 niah_multivalue vt --lengths 32768 --batch 5 --samples 60 "
-    "--seed 1 --memory 14 --trace 8 --budgets 4096 "
-    "--methods cis:block=4,tau=-1,radius=0 cpe:block=4,tau=-1,radius=0",
-  ),
+  **several("real", real, SHARED),
   "speed_32K_cpe": speed("32K_cpe", f"--lengths 32768 --batches 8 --budgets 4096 --methods {CPES}"),
   "real_heads": Step(
     "kvjax.programs.retrieval_heads {out}/real_heads.json --pattern {out}/real_gates.tsv "
@@ -323,38 +333,9 @@ REAL = {
   **stopping(8192, 128, 150),
   **stopping(16384, 256, 240),
   **stopping(32768, 512, 400),
-  "real_gsm8k": real(
-    "gsm8k",
-    "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
-    "--methods longflow r_kv h2o tova",
-  ),
-  "real_gsm8k_chat": real(
-    "gsm8k_chat",
-    "--tasks gsm8k_chat --lengths 4096 --batch 100 --samples 300 --budgets 128 256 --methods "
-    "longflow longflow:per=layer r_kv h2o tova vatp streaming_llm",
-  ),
-  "real_gsm8k_128": real(
-    "gsm8k_128",
-    f"--tasks gsm8k --lengths 2048 --batch 100 --samples 200 --budgets 128 --methods {SHARING}",
-  ),
-  **{
-    f"real_published_{task}": published(
-      task, f"--tasks {task} --lengths {length} --batch 100 --samples {rows} --methods full"
-    )
-    for task, length, rows in (
-      ("cruxeval_o", 1536, 800),
-      ("humaneval", 1536, 164),
-      ("gsm8k_chat", 768, 500),
-    )
-  },
-  **{
-    f"real_kv_{keys}": published(
-      f"kv_{keys}",
-      f"--tasks lost_in_the_middle_{keys} --lengths {length} --batch 10 --samples 50 --memory 14 "
-      "--budgets 1024 --methods snapkv quest longflow cis streaming_llm",
-    )
-    for keys, length in ((140, 10240), (75, 5632))
-  },
+  **several("real", real, GSM8K),
+  **several("real_published", published, PUBLISHED),
+  **several("real", published, KEYS),
   "speed_tpot": speed(
     "tpot", f"--lengths 32768 16384 --batches 1 4 8 --budgets 1024 --methods {TPOT}"
   ),
@@ -444,7 +425,7 @@ STEPS = {
   **{f"quantised_steps_int{bits}": bench("quantised", f"int{bits} Llama", 400) for bits in (8, 4)},
   **{f"quantised_quest_int{bits}": bench("quantised", f"int{bits} Quest", 400) for bits in (8, 4)},
   **{f"quantised_cuts_int{bits}": bench("quantised", f"sweep int{bits}", 240) for bits in (8, 4)},
-  **{f"evaluation_{part}": evaluation(part, how) for part, how in EVALUATIONS.items()},
+  **several("evaluation", evaluation, EVALUATIONS),
   **REAL,
 }
 

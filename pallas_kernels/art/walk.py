@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.art import ordering, reading, spread, stopping
 from kvjax.kernels.art.stopping import Certificate, Detector, Stop
 from kvjax.kernels.common import backend, config, devices, split_k, tiling
+from kvjax.kernels.common.backend import by_row
 from kvjax.kernels.common.operands import check, check_table
 from kvjax.kernels.decode import stored
 from kvjax.primitives.softmax_state import State
@@ -205,13 +206,10 @@ def walk(
     if table is not None and not ordering.is_run(unit, tile, cut.tile):
       cut = choose(interpret=interpreted, listed=True)
 
-  def flat(x: Array) -> Array:
-    return x.reshape(rows, *x.shape[2:])
-
   sources = reading.Sources(
     stored.Sources.of(q, k, v, per_slot),
-    None if ring is None else ordering.Ring(flat(ring), seen),
-    None if table is None or count is None else ordering.Table(flat(table), flat(count)),
+    None if ring is None else ordering.Ring(by_row(ring), seen),
+    None if table is None or count is None else ordering.Table(by_row(table), by_row(count)),
     *(start.reshape(-1), stop.reshape(-1)),
   )
   how: dict[str, Any] = {
@@ -237,7 +235,7 @@ def walk(
   programs = rows * splits
   written, walked = backend.call(
     functools.partial(_kernel, until=until, splits=splits, chunk=chunk, loaded=loaded, **how),
-    *(sources, None if unread is None else flat(unread)),
+    *(sources, None if unread is None else by_row(unread)),
     grid=(programs,),
     out=[
       tuple(split_k.results(rows, groups, head_dim, programs - rows, q.dtype)),

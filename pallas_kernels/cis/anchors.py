@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, tiling
+from kvjax.kernels.common.backend import by_row
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.selection.key_weights import STAGES, cut, score_keys
 
@@ -194,22 +195,19 @@ def anchors(
   floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
-  def flat(x: Array) -> Array:
-    return x.reshape(rows, *x.shape[2:])
-
   pieces, looked, score, logits = 1, None, None, None
   if keys is not None:
     k, stop = keys
     tile, steps = cut(q, k, None, None)
     pieces = pl.cdiv(k.shape[2], tile * steps)
-    looked = _Keys(flat(q.astype(k.dtype)), flat(k), stop)
+    looked = _Keys(by_row(q.astype(k.dtype)), by_row(k), stop)
     how: dict[str, Any] = {"tile": tile, "steps": steps, "stride": 1, "width": 1}
     how |= {"span_sinks": span_sinks, "scale": tiling.Scale.of(head_dim, None, soft_cap)}
     score = functools.partial(score_keys, **how)
     logits = tuple(floats((rows, groups, size)) for size in (k.shape[2], pieces, pieces))
   query, found, retrieves, steps_of, start, logits = backend.call(
     functools.partial(_kernel, tau=tau, alone=units == groups, first=first, score=score),
-    *(flat(q), flat(queries), flat(anchor), step, seen, looked),
+    *(by_row(q), by_row(queries), by_row(anchor), step, seen, looked),
     grid=(rows, pieces),
     out=[
       floats((rows, judged, head_dim)),

@@ -253,7 +253,7 @@ def found_and_listed(
   rows, width = batch * heads, sinks + local + retrieved.shape[-1]
   interpreted = backend.interpreted(interpret)
   sizes = Sizes(sinks, local, span_sinks)
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (retrieved, anchor, retrieves)]
+  flat = [*map(backend.by_row, (retrieved, anchor, retrieves))]
   slots = weights[0].shape[-1]
   scores: Any = weights[0]
   making: dict[str, Any] = {}

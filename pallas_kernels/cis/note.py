@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.kernels.common import backend
+from kvjax.kernels.common.backend import by_row
 from kvjax.kernels.common.search import EACH, LEAST, keys, threshold
 from kvjax.kernels.common.split_k import columns_of
 
@@ -185,11 +186,8 @@ def note(
   """
   rows = query.shape[0] * query.shape[1]
 
-  def flat(x: Array) -> Array:
-    return x.reshape(rows, *x.shape[2:])
-
-  made = _Made(*map(flat, (l, steps, query, anchor, retrieves, found, weight)))
-  block = _Block(flat(queries), flat(anchors), flat(retrieved), step)
+  made = _Made(*map(by_row, (l, steps, query, anchor, retrieves, found, weight)))
+  block = _Block(by_row(queries), by_row(anchors), by_row(retrieved), step)
   first = 1 + len(made)
   (noted,) = backend.call(
     functools.partial(_kernel, sinks=sinks, heaviest=heaviest, radius=radius),

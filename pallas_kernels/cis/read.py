@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.kernels.cis.anchors import decide
 from kvjax.kernels.cis.listed import Sizes, list_behind
 from kvjax.kernels.common import backend, listing, split_k, tiling
+from kvjax.kernels.common.backend import by_row
 from kvjax.kernels.common.bounds import Bounds, Sight
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.devices import this_device
@@ -245,9 +246,6 @@ def read(
   floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
   ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
 
-  def flat(x: Array) -> Array:
-    return x.reshape(rows, *x.shape[2:])
-
   interpreted = backend.interpreted(interpret)
   few, width = min(k, slots), sinks + local + retrieved.shape[-1]
   scale = tiling.Scale.of(head_dim, None, soft_cap)
@@ -267,9 +265,9 @@ def read(
       cut=cut,
       interpret=interpreted,
     ),
-    flat(q),
-    _Held(flat(queries), flat(anchors), flat(retrieved), step, seen),
-    _Keys(flat(q.astype(cache_k.dtype)), flat(cache_k), flat(cache_v), stop),
+    by_row(q),
+    _Held(by_row(queries), by_row(anchors), by_row(retrieved), step, seen),
+    _Keys(by_row(q.astype(cache_k.dtype)), by_row(cache_k), by_row(cache_v), stop),
     grid=(rows,),
     out=[
       _Made(

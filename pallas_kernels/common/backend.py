@@ -179,6 +179,19 @@ def inline(asm: str, x: Array, dtype: Any, *, pack: int) -> Array:
   return made
 
 
+def where_active(active_ref: Any | None, row: Any, run: Callable[[], None]) -> None:
+  """Calls `run` for a row of which active [R] is above 0, or for all of them without such."""
+  if active_ref is None:
+    run()
+  else:
+    pl.when(active_ref[row] > 0)(run)
+
+
+def by_row(x: Array) -> Array:
+  """An array [B, K, ...] with its rows on one axis."""
+  return lax.collapse(x, 0, 2)
+
+
 def barrier() -> None:
   """All warps of a program wait here for each other. Not for the interpreter, which has one."""
   plgpu.debug_barrier()

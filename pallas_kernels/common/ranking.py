@@ -50,10 +50,7 @@ def _kernel(
     backend.store(out_table_ref, row, place, value=tile, mask=mine)
     backend.store(out_ranked_ref, row, place, value=value, mask=mine)
 
-  if active_ref is None:
-    order()
-  else:
-    pl.when(active_ref[row] > 0)(order)
+  backend.where_active(active_ref, row, order)
 
 
 def by_score(

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import backend, split_k, tiling
+from kvjax.kernels.common.backend import by_row
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode import stored
@@ -176,14 +177,11 @@ def read(
       f"{HELD // pl.next_power_of_2(groups)}: logits of a row are held in registers"
     )
 
-  def flat(x: Array) -> Array:
-    return x.reshape(rows, *x.shape[2:])
-
   cut = config or cut_of(rows, head_dim, k.dtype.itemsize)
   how: dict[str, Any] = {"sinks": sinks, "recent": recent, "cut": cut}
   done, victim = backend.call(
     functools.partial(_kernel, **how, scale=tiling.Scale.of(head_dim, None, soft_cap)),
-    _Row(flat(q), flat(k), flat(v), flat(norm), flat(pos), stop, seen),
+    _Row(by_row(q), by_row(k), by_row(v), by_row(norm), by_row(pos), stop, seen),
     grid=(rows,),
     out=[
       tuple(split_k.results(rows, groups, head_dim, 0, q.dtype)),

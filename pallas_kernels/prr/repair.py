@@ -215,7 +215,7 @@ def repair(
   rows, width = batch * heads, table.shape[-1]
   most = STEP[k.dtype.itemsize]
   tile = tile or max(16, min(most, most * 128 // split_k.columns_of(head_dim)))
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v)]
+  flat = [*map(backend.by_row, (q, k, v))]
   lists = [table.reshape(rows, width), guess.reshape(rows, -1)]
   operands = [*flat, *lists, start.reshape(-1), stop.reshape(-1)]
   before = len(operands)

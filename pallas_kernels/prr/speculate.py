@@ -286,7 +286,7 @@ def _beside(
   scale = tiling.Scale.of(head_dim, None, soft_cap)
   how: dict[str, Any] = {"unit": unit, "span": span, "tile": tile, "scale": scale}
   attend = functools.partial(_attend, parts=parts, **how)
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, guess)]
+  flat = [*map(backend.by_row, (q, k, v, guess))]
   takes, attending = len(held), rows * parts
   out = split_k.state_shapes(attending, groups, head_dim)
   made = backend.call(
@@ -387,7 +387,7 @@ def attend_tiles(
   batch, heads, groups, head_dim = q.shape
   rows, width = batch * heads, table.shape[2]
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": k.dtype.itemsize}
-  flat = [x.reshape(rows, *x.shape[2:]) for x in (q, k, v, table)]
+  flat = [*map(backend.by_row, (q, k, v, table))]
   return backend.call(
     functools.partial(
       _tile_kernel,

@@ -33,21 +33,20 @@ BLOCKS, MOST = 128, 1024  # weighed by a program at once: no fewer, no more
 PER_CORE = 4  # programs that a multiprocessor runs at once: a few more would wait for all of them
 
 
-def _logits_kernel(*refs: Any, skips: bool, newest: int, **how: Any) -> None:
-  """q [R, G, H], keys [R, M, H], start, stop, known [R] or one per batch row, (active [R]) ->
+def _logits_kernel(
+  inputs: Any, bounds: Any, active_ref: Any | None, *outs: Any, newest: int, **how: Any
+) -> None:
+  """(q [R, G, H], keys [R, M, H]), (start, stop, known [R] or one per batch row), (active [R]) ->
   logits [R, G, M], m, l [R, G, C].
   """
   row, piece = pl.program_id(0), pl.program_id(1)
-  shared = refs[1].shape[0] // refs[2].shape[0]
+  shared = inputs[1].shape[0] // bounds[0].shape[0]
 
   def score() -> None:
-    start, stop, known = (ref[row // shared] for ref in refs[2:5])
-    score_keys(row, piece, refs[:2], refs[-3:], start, stop, known - newest, **how)
+    start, stop, known = (ref[row // shared] for ref in bounds)
+    score_keys(row, piece, inputs, outs, start, stop, known - newest, **how)
 
-  if skips:
-    pl.when(refs[5][row] > 0)(score)
-  else:
-    score()
+  backend.where_active(active_ref, row, score)
 
 
 def score_keys(
@@ -101,28 +100,24 @@ def score_keys(
 
 
 def _weights_kernel(
-  *refs: Any, size: int, steps: int, ahead: int, each: int, log: bool, skips: bool
+  partial: Any, active_ref: Any | None, weights_ref: Any, *, size: int, steps: int, **how: Any
 ) -> None:
-  """logits [R, G, M], m, l [R, G, C], (active [R]) -> weights [R, P]."""
-  weights_ref = refs[-1]
+  """(logits [R, G, M], m, l [R, G, C]), (active [R]) -> weights [R, P]."""
   blocks = weights_ref.shape[1]
   row, piece = pl.program_id(0), pl.program_id(1)
 
   def weigh() -> None:
-    lse = _denominators(row, refs[1:3])
+    lse = _denominators(row, partial[1:])
 
     def step(i: Any, _: None) -> None:
       block = (piece * steps + i) * size + jnp.arange(size)
-      best = _weigh(row, block, refs[0], lse, blocks=blocks, ahead=ahead, each=each, log=log)
+      best = _weigh(row, block, partial[0], lse, blocks=blocks, **how)
       backend.store(weights_ref, row, block, value=best, mask=block < blocks)
 
     left = pl.cdiv(blocks, size) - piece * steps
     lax.fori_loop(0, jnp.minimum(left, steps), step, None)
 
-  if skips:
-    pl.when(refs[3][row] > 0)(weigh)
-  else:
-    weigh()
+  backend.where_active(active_ref, row, weigh)
 
 
 def weigh_part(
@@ -261,12 +256,11 @@ def key_logits(
       width=width,
       span_sinks=span_sinks,
       scale=tiling.Scale.of(head_dim, None, soft_cap),
-      skips=active is not None,
       newest=newest,
     ),
-    *(x.reshape(rows, *x.shape[2:]) for x in (q, keys)),
-    *(x.reshape(-1) for x in (start, stop, known)),
-    *([] if active is None else [active.reshape(-1)]),
+    tuple(map(backend.by_row, (q, keys))),
+    tuple(x.reshape(-1) for x in (start, stop, known)),
+    None if active is None else active.reshape(-1),
     grid=(rows, pieces),
     out=[
       jax.ShapeDtypeStruct((rows, groups, count), jnp.float32),
@@ -314,7 +308,6 @@ def key_weights(
     float32; NaN where a key that takes part gives NaN.
   """
   batch, heads = keys.shape[:2]
-  rows = batch * heads
   partial = key_logits(
     *(q, keys, start, stop, known),
     stride=stride,
@@ -328,7 +321,7 @@ def key_weights(
     interpret=interpret,
   )
   weights = weights_of(
-    [x.reshape(rows, *x.shape[2:]) for x in partial],
+    [*map(backend.by_row, partial)],
     None if active is None else active.reshape(-1),
     blocks=blocks,
     ahead=width // stride - 1,
@@ -354,10 +347,10 @@ def weights_of(
   """`key_weights` from `key_logits`, of R rows: `each` keys of a block and `ahead` before them."""
   rows = partial[0].shape[0]
   size, steps = _cut_blocks(rows, blocks, programs)
-  how: dict[str, Any] = {"ahead": ahead, "each": each, "log": log, "skips": active is not None}
+  how: dict[str, Any] = {"ahead": ahead, "each": each, "log": log}
   return backend.call(
     functools.partial(_weights_kernel, size=size, steps=steps, **how),
-    *(*partial, *([] if active is None else [active])),
+    *(tuple(partial), active),
     grid=(rows, pl.cdiv(blocks, size * steps)),
     out=[jax.ShapeDtypeStruct((rows, blocks), jnp.float32)],
     warps=WARPS,
@@ -408,7 +401,7 @@ def forecasts(
   )
   made = backend.call(
     kernel,
-    *(x.reshape(rows, *x.shape[2:]) for x in partial),
+    *map(backend.by_row, partial),
     *(stop, *(x.reshape(rows, blocks) for x in state), *own),
     grid=(rows, pl.cdiv(blocks, BLOCKS)),
     out=smoothing.outputs(rows, blocks, state),

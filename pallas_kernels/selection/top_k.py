@@ -96,10 +96,7 @@ def _kernel(
       else:
         pl.when(row % lists == n)(write)
 
-  if active_ref is None:
-    select()
-  else:
-    pl.when(active_ref[row] > 0)(select)
+  backend.where_active(active_ref, row, select)
   if behind is not None:
     behind(row, tables[0], *operands, *results)
 

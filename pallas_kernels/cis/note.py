@@ -11,7 +11,6 @@ Grid: one program per row.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
@@ -188,17 +187,15 @@ def note(
 
   made = _Made(*map(by_row, (l, steps, query, anchor, retrieves, found, weight)))
   block = _Block(by_row(queries), by_row(anchors), by_row(retrieved), step)
-  first = 1 + len(made)
-  (noted,) = backend.call(
+  (noted,) = backend.renew(
     functools.partial(_kernel, sinks=sinks, heaviest=heaviest, radius=radius),
-    *(live, made, block),
+    *(live, made),
+    held=[block],
     grid=(rows,),
-    out=[_Block(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in block))],
     warps=4 if found.shape[3] < MANY else 8,
     stages=1,
     name="cis_note",
     interpret=interpret,
-    aliases={first + i: i for i in range(len(block))},
   )
   held = queries, anchors, retrieved, step
   return tuple(x.reshape(y.shape) for x, y in zip(noted, held, strict=True))

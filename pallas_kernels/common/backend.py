@@ -77,6 +77,16 @@ def call(
   return _shared_launch(shared, *operands, **how)
 
 
+def renew(
+  kernel: Callable[..., None], *operands: Any, held: Sequence[Any], **how: Any
+) -> Sequence[Any]:
+  """As `call`, of operands with `held` after them, whose arrays the results renew in place."""
+  ahead, count = len(jax.tree.leaves(operands)), len(jax.tree.leaves(held))
+  out = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), [*held])
+  aliases = {ahead + i: i for i in range(count)}
+  return call(kernel, *operands, *held, out=out, aliases=aliases, **how)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
   """A kernel that equals another one if it does the same: a partial function by its parts."""

@@ -225,18 +225,15 @@ def join(
   if not split:
     return done
   rows, groups, _ = done[0].shape
-  parts = [*parts, *(late or ())]
-  return backend.call(
+  return backend.renew(
     functools.partial(_join_kernel, late=late is not None),
-    *parts,
-    *done,
+    *(*parts, *(late or ())),
+    held=done,
     grid=(rows, groups),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in done],
     warps=4,
     stages=1,
     name="decode_join",
     interpret=interpret,
-    aliases={len(parts) + i: i for i in range(len(done))},
   )
 
 
@@ -251,6 +248,17 @@ def finished(done: Sequence[Array], lead: tuple[int, ...]) -> tuple[State, Array
   """The state and o rounded of the first four `results`, with axes [B, K] in the place of rows."""
   o, m, l, rounded = [x.reshape(*lead, *x.shape[1:]) for x in done]
   return State(o, m, l), rounded
+
+
+def merged(
+  state: tuple[Array, Array, Array], new: tuple[Array, Array, Array]
+) -> tuple[Array, Array, Array]:
+  """A state, acc [C], m in base 2, l, and partial ones [P, C], [P], [P] put together."""
+  (acc, m, l), (new_acc, new_m, new_l) = state, new
+  top = jnp.maximum(m, new_m.max())
+  base = tiling.finite(top)
+  old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
+  return acc * old + (new_acc * weight[:, None]).sum(axis=0), top, l * old + (new_l * weight).sum()
 
 
 def _join_kernel(*refs: Any, late: bool) -> None:
@@ -276,7 +284,6 @@ def _join_kernel(*refs: Any, late: bool) -> None:
     acc_ref, part_m_ref, part_l_ref = refs
 
     def body(i, carry):
-      acc, m, l = carry
       part = i * JOINED + jnp.arange(JOINED)
       keep = part < count
       part = first + part
@@ -284,11 +291,7 @@ def _join_kernel(*refs: Any, late: bool) -> None:
       new_l = backend.load(part_l_ref, part, group, mask=keep, other=0.0)
       mask = keep[:, None] & inside[None, :]
       new = backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
-      top = jnp.maximum(m, new_m.max())
-      base = tiling.finite(top)
-      old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
-      acc = acc * old + (new * weight[:, None]).sum(axis=0)
-      return acc, top, l * old + (new_l * weight).sum()
+      return merged(carry, (new, new_m, new_l))
 
     return lax.fori_loop(0, pl.cdiv(count, JOINED), body, carry)
 

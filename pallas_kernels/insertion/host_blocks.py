@@ -14,7 +14,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
@@ -134,21 +133,15 @@ def fetch(
   """
   check(store, block)
   batch, heads, _, tokens, _ = store["k"][0].shape
-  segments = [*store["k"], *store["v"]]
-  held = [copies[name] for name in NAMES]
-  written = backend.call(
+  written = backend.renew(
     functools.partial(_fetch_kernel, starts=_starts(store["k"])),
-    block,
-    place,
-    *segments,
-    *held,
+    *(block, place, *store["k"], *store["v"]),
+    held=[copies[name] for name in NAMES],
     grid=(batch * heads, block.shape[1] * pl.cdiv(tokens, PIECE)),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in held],
     warps=WARPS,
     stages=1,
     name="fetch_blocks",
     interpret=interpret,
-    aliases={2 + len(segments) + i: i for i in range(len(held))},
   )
   return dict(zip(NAMES, written, strict=True))
 
@@ -173,21 +166,15 @@ def append(
   """
   check(store, block)
   batch, heads, count, tokens, _ = new["k"].shape
-  segments = [*store["k"], *store["v"]]
-  written = backend.call(
+  written = backend.renew(
     functools.partial(_append_kernel, starts=_starts(store["k"])),
-    block,
-    new["k"],
-    new["v"],
-    after,
-    *segments,
+    *(block, new["k"], new["v"], after),
+    held=[*store["k"], *store["v"]],
     grid=(batch * heads, count * pl.cdiv(tokens, PIECE)),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in segments],
     warps=WARPS,
     stages=1,
     name="append_blocks",
     interpret=interpret,
-    aliases={4 + i: i for i in range(len(segments))},
   )
   return dict(zip(NAMES, map(tuple, _halves(written)), strict=True))
 
@@ -212,21 +199,17 @@ def move(
   segments, sources = ([*x["k"], *x["v"]] for x in (store, other))
   _, heads, _, tokens, _ = segments[0].shape
   blocks = sum(x.shape[2] for x in store["k"])
-  written = backend.call(
+  written = backend.renew(
     functools.partial(
       _move_kernel, starts=_starts(store["k"]), others=_starts(other["k"]), heads=heads
     ),
-    row,
-    source,
-    *sources,
-    *segments,
+    *(row, source, *sources),
+    held=segments,
     grid=(row.size * heads, blocks * pl.cdiv(tokens, PIECE)),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in segments],
     warps=WARPS,
     stages=1,
     name="move_rows",
     interpret=interpret,
-    aliases={2 + len(sources) + i: i for i in range(len(segments))},
   )
   return dict(zip(NAMES, map(tuple, _halves(written)), strict=True))
 

@@ -10,7 +10,6 @@ of every array. The old arrays are updated in place through input/output aliases
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -69,18 +68,16 @@ def keep(
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
   """
   batch = live.shape[0]
-  flat = [x.reshape(batch, -1) for x in (*new, *old)]
-  first = 2 + len(new)
-  longest = max(x.shape[1] for x in flat)
-  kept = backend.call(
+  given, held = ([x.reshape(batch, -1) for x in each] for each in (new, old))
+  longest = max(x.shape[1] for x in held)
+  kept = backend.renew(
     _kernel,
-    *(live, l.reshape(batch, -1), *flat),
+    *(live, l.reshape(batch, -1), *given),
+    held=held,
     grid=(batch, pl.cdiv(longest, PIECE)),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat[len(new) :]],
     warps=WARPS,
     stages=1,
     name="keep_rows",
     interpret=interpret,
-    aliases={first + i: i for i in range(len(old))},
   )
   return [x.reshape(y.shape) for x, y in zip(kept, old, strict=True)]

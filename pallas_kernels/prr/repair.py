@@ -100,8 +100,8 @@ def _kernel(*refs: Any, unit: int, tile: int, scale: tiling.Scale, sinks: int, s
 
   first = fetch(0)
   if stored != "whole":
-    held = _joined(none, held)
-    step = lambda n, state: _joined(state, states(n))  # noqa: E731
+    held = split_k.merged(none, held)
+    step = lambda n, state: split_k.merged(state, states(n))  # noqa: E731
     held = lax.fori_loop(1, pl.cdiv(parts, split_k.JOINED), step, held)
   acc, m, l = held
   spread = jnp.where(ours[:, None], acc[None, :], 0.0)
@@ -163,17 +163,6 @@ def _states(
   mask = keep[:, None] & (columns < acc_ref.shape[2])[None, :]
   acc = backend.load(acc_ref, part[:, None], group, columns[None, :], mask=mask, other=0.0)
   return acc, m, l
-
-
-def _joined(
-  state: tuple[Array, Array, Array], new: tuple[Array, Array, Array]
-) -> tuple[Array, Array, Array]:
-  """A state, acc [C], m, l, and partial ones put together."""
-  (acc, m, l), (new_acc, new_m, new_l) = state, new
-  top = jnp.maximum(m, new_m.max())
-  base = tiling.finite(top)
-  old, weight = jnp.exp2(m - base), jnp.exp2(new_m - base)
-  return acc * old + (new_acc * weight[:, None]).sum(axis=0), top, l * old + (new_l * weight).sum()
 
 
 def repair(

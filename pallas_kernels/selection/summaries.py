@@ -9,7 +9,6 @@ Grid: one program per row.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Int8
@@ -159,17 +158,15 @@ def _renew(
   kernel: Any, name: str, k: Array, used: Array, held: tuple[Array, ...], interpret: bool | None
 ) -> tuple[Array, ...]:
   """Runs a kernel that writes into `held`."""
-  rows = k.shape[0] * k.shape[1]
-  flat = [x.reshape(rows, *x.shape[2:]) for x in held]
-  new = backend.call(
+  flat = [*map(backend.by_row, held)]
+  new = backend.renew(
     kernel,
-    *(k.reshape(rows, *k.shape[2:]), used, *flat),
-    grid=(rows,),
-    out=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat],
+    *(backend.by_row(k), used),
+    held=flat,
+    grid=(k.shape[0] * k.shape[1],),
     warps=WARPS,
     stages=1,
     name=name,
     interpret=interpret,
-    aliases={2 + i: i for i in range(len(flat))},
   )
   return tuple(x.reshape(old.shape) for x, old in zip(new, held, strict=True))

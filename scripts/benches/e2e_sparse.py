@@ -11,21 +11,12 @@ import numpy as np
 
 import kvjax
 from kvjax.kernels.common.devices import this_device
-from kvjax.models.decode.generate import split
 from kvjax.models.decode.step_bytes import step_bytes
 from kvjax.models.nn.config import ModelConfig
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.evals import trace
-from kvjax.programs.suites import (
-  Case,
-  Contender,
-  check_fits,
-  optional,
-  suite,
-  together,
-  torch_decoder,
-)
-from kvjax.programs.suites.e2e import drawn, seconds_of, step_logits, stepping, weights
+from kvjax.programs.suites import Case, Contender, optional, suite, together, torch_decoder
+from kvjax.programs.suites.e2e import drawn, step_logits, timing, weights
 from scripts.benches._layer import compared, holding
 
 STEPS = 16  # decode steps per dispatch: a block of CPE's
@@ -217,17 +208,9 @@ def timed(
   model: Transformer, method: kvjax.Method, impl: str, batch: int, tokens: int, filled: Any = caches
 ) -> Any:
   """A function that gives the seconds of a step, in programs of STEPS steps from one state."""
-  graph, leaves = split(model)
-  token = jnp.zeros(batch, jnp.int32)
-  run = stepping(graph, method, impl, STEPS)
-  shapes = jax.eval_shape(lambda: filled(model, method, batch, tokens))
-  check_fits(leaves, shapes)
-  program = jax.jit(run, donate_argnums=1).lower(leaves, shapes, token).compile()
-
-  def seconds() -> float:
-    return seconds_of(program, leaves, filled(model, method, batch, tokens), token, STEPS)
-
-  return seconds
+  fill = functools.partial(filled, model, method, batch, tokens)
+  seconds = timing(model, method, impl, STEPS, jax.eval_shape(fill))
+  return lambda: seconds(fill())
 
 
 def logits(

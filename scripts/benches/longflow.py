@@ -15,7 +15,6 @@ import numpy as np
 import kvjax
 from kvjax.kernels.common.devices import this_device
 from kvjax.kernels.decode.dense import decode_attention
-from kvjax.models.decode.generate import split
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, e2e, looped_contender, optional
@@ -169,23 +168,16 @@ def _answer_seconds(
   model: Transformer, method: kvjax.Method, batch: int, capacity: int
 ) -> Callable[[int], float]:
   """A function that gives the seconds of a step at a length; compiled when it is first called."""
-  graph, leaves = split(model)
-  token, spec = jnp.zeros(batch, jnp.int32), model.spec(batch, capacity)
+  spec = model.spec(batch, capacity)
 
   def held(length: int) -> Any:
     return tuple(holding(method, spec, length) for _ in range(spec.layers))
 
   @functools.cache
-  def program() -> Any:
-    shapes = jax.eval_shape(lambda: held(1))
-    run = jax.jit(e2e.stepping(graph, method, "auto", STEPS), donate_argnums=1)
-    return run.lower(leaves, shapes, token).compile()
+  def seconds() -> Callable[[Any], float]:
+    return e2e.timing(model, method, "auto", STEPS, jax.eval_shape(lambda: held(1)))
 
-  def seconds(length: int) -> float:
-    compiled = program()
-    return e2e.seconds_of(compiled, leaves, held(length), token, STEPS)
-
-  return seconds
+  return lambda length: seconds()(held(length))
 
 
 def _answer_logits(
@@ -247,14 +239,7 @@ def _peer_batch(config: Any, size: int, total: int) -> int:
   return batch
 
 
-@functools.lru_cache(maxsize=1)
-def _hugging_face_model(config: Any) -> Any:
-  import torch
-  import transformers
-
-  with torch.device("cuda"):
-    shape = e2e.hugging_face(config)
-    return transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
+_hugging_face_model = functools.lru_cache(maxsize=1)(e2e.hugging_face_model)
 
 
 def _empty_torch() -> None:

@@ -19,7 +19,7 @@ from kvjax.models.nn.transformer import Transformer
 from kvjax.ops import attention
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, clocked, jax_contender, named, optional, together
-from kvjax.programs.suites.e2e import decoder, hugging_face, weights
+from kvjax.programs.suites.e2e import decoder, hugging_face_model, weights
 
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAST = 64  # queries whose outputs are compared
@@ -332,13 +332,9 @@ def long_case(name: str, tokens: int, quick: bool, peers: bool) -> Case:
 def _transformers(config: ModelConfig, tokens: int) -> Contender:
   """Hugging Face's decoder of this shape, flash attention, the last token's logits."""
   import torch
-  import transformers
 
-  with torch.device("cuda"):
-    model = transformers.AutoModelForCausalLM.from_config(
-      hugging_face(config), dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
-    ids = torch.zeros((1, tokens), dtype=torch.long)
+  model = hugging_face_model(config, attn_implementation="sdpa")
+  ids = torch.zeros((1, tokens), dtype=torch.long, device="cuda")
 
   @torch.no_grad()
   def run() -> None:

@@ -7,7 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -123,17 +123,30 @@ def stepping(graph: Any, method: kvjax.Method, impl: str, steps: int) -> Any:
   return run
 
 
-def seconds_of(program: Any, leaves: Any, held: Any, token: Any, steps: int) -> float:
-  """Seconds of a step, by two runs of a compiled `stepping` after a first one."""
-  held, _ = jax.block_until_ready(program(leaves, held, token))
+def timing(
+  model: Transformer, method: kvjax.Method, impl: str, steps: int, shapes: Any
+) -> Callable[[Any], float]:
+  """A function of caches of these shapes that gives the seconds of a step.
+
+  By two runs of a compiled `stepping` after a first one.
+  """
+  graph, leaves = split(model)
+  token = jnp.zeros(shapes[0].rows["seen"].shape[0], jnp.int32)
+  suites.check_fits(leaves, shapes)
+  run = jax.jit(stepping(graph, method, impl, steps), donate_argnums=1)
+  program = run.lower(leaves, shapes, token).compile()
 
   def twice(held: Any) -> Any:
     return program(leaves, program(leaves, held, token)[0], token)
 
-  taken, (held, _) = clocked(twice, held)
-  del held  # the caches of the next contender take their place
-  gc.collect()
-  return taken / (2 * steps)
+  def seconds(held: Any) -> float:
+    held, _ = jax.block_until_ready(program(leaves, held, token))
+    taken, (held, _) = clocked(twice, held)
+    del held  # the caches of the next contender take their place
+    gc.collect()
+    return taken / (2 * steps)
+
+  return seconds
 
 
 def _weight(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -338,6 +351,17 @@ def hugging_face(config: ModelConfig, **more: Any) -> Any:
   )
 
 
+def hugging_face_model(config: ModelConfig, **more: Any) -> Any:
+  """transformers' decoder of this shape on the GPU, bfloat16."""
+  import torch
+  import transformers
+
+  shape = hugging_face(config)
+  with torch.device("cuda"):
+    made = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, **more)
+  return made.eval()
+
+
 def _transformers(
   config: ModelConfig, batch: int, tokens: int, stack: contextlib.ExitStack
 ) -> Contender:
@@ -370,10 +394,9 @@ def _serve(pipe: Any, config: ModelConfig, batch: int, tokens: int) -> None:
   import torch
   import transformers
 
-  shape = hugging_face(config)
+  model = hugging_face_model(config)
   with torch.device("cuda"):
-    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).eval()
-    cache = transformers.StaticCache(config=shape, max_cache_len=tokens + STEPS)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + STEPS)
     ids = torch.zeros((batch, 1), dtype=torch.long)
     here = torch.tensor([tokens])
   forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=False)

@@ -128,11 +128,11 @@ class Results:
     held, found = self.json(path), Record(path, {})
     for case in held["cases"]:
       least = 1e6 * case["bytes"] / device(held["device"]).read
-      times = {READ: ("", least, least, least)}
+      timed = {READ: Timing("", least, least, least, held["device"])}
       for row in case["results"]:
         if row.get("us") is not None:
-          times[row["name"]] = row["name"], row["us"], *row["us_quartiles"]
-      timed = {name: Timing(*time, held["device"]) for name, time in times.items()}
+          time = row["name"], row["us"], *row["us_quartiles"]
+          timed[row["name"]] = Timing(*time, held["device"])
       record = {**case, **case.get("figures", {}), **timed}
       found[case["case"]] = Record(f"{path}, {case['case']}", record)
     return found

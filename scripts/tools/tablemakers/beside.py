@@ -1,6 +1,5 @@
 """kvpress and kvjax on the same prompts: what both keep and find."""
 
-import functools
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -8,7 +7,7 @@ import pandas as pd
 
 from kvjax.programs.evals import kept, store
 from scripts.tools.tablemakers import Part, Results, cells
-from scripts.tools.tablemakers.cells import Column, figure
+from scripts.tools.tablemakers.cells import Column, figure, say
 from scripts.tools.tablemakers.scores import percent
 
 FOLDER, KVZIP = "cpu/kvpress", "cpu/kvzip"
@@ -16,11 +15,8 @@ NEEDLE = ("needle_kept", "needle_kept_by_kvpress")
 LIMITS = "limits.json"
 MODES = {"aware": "before the cut", "agnostic": "after it"}
 OURS = {"head": "to every head alike", "layer": "in each layer", "all": "among all layers"}
-DIVIDED = {
-  **OURS,
-  "one": "alike, and one layer whole",
-  "without": "among all layers, but that one alike",
-}
+DIVIDED = OURS | {"one": "alike, and one layer whole"}
+DIVIDED |= {"without": "among all layers, but that one alike"}
 
 
 def found(results: Results, folder: str) -> pd.DataFrame:
@@ -37,9 +33,9 @@ def found(results: Results, folder: str) -> pd.DataFrame:
   return pd.DataFrame(means)
 
 
-def both(form: Callable[..., str], *names: str) -> Column:
+def both(form: str | Callable[..., str], *names: str) -> Column:
   """Figures of both sides, or one where they read alike."""
-  return lambda row: " / ".join(dict.fromkeys(form(row[x]) for x in names if row[x] is not None))
+  return lambda row: " / ".join(filter(None, dict.fromkeys(say(form, row[x]) for x in names)))
 
 
 def share(x: float) -> str:
@@ -55,7 +51,6 @@ def _part(budget: int, length: int) -> str:
 KEPT = ("kept", figure(_part, "budget", "length"))
 ASKED = ("question", figure(MODES.__getitem__, "mode"))
 WAY = ("divided", figure(DIVIDED.__getitem__, "method"))
-PERCENT = functools.partial(cells.say, "{:.0%}")
 MEGABYTES = both(lambda x: f"{x / 1e6:.2f}", "bytes", "bytes_of_kvpress")
 
 
@@ -64,11 +59,11 @@ def kvpress(results: Results) -> Part:
     found(results, FOLDER),
     ["model", ("method", figure(cells.method, "method")), KEPT, ASKED],
     "n",
-    ("tokens a head", both("{:.0f}".format, "kept", "kept_by_kvpress")),
+    ("tokens a head", both("{:.0f}", "kept", "kept_by_kvpress")),
     ("equal", figure(share, "equal")),
     ("of fewer", figure(share, "of_fewer")),
     ("heads alike", figure(share, "identical")),
-    ("needle's tokens kept", both(PERCENT, *NEEDLE)),
+    ("needle's tokens kept", both("{:.0%}", *NEEDLE)),
     ("found by kvjax", figure(percent, "score")),
     ("by kvpress", figure(percent, "score_of_kvpress")),
     ("same answer", figure("{:.0f} of {}", "same_answers", "n")),

@@ -63,8 +63,7 @@ def codes(results: Results, folder: str) -> Part:
     without = summary(results, path)[[*keys, "score", "kl"]]
     rows = rows.merge(without, "left", keys, suffixes=("", ", without"))
     columns += _divergence("KL without the mean", ", without")
-  if len(needles):
-    columns.append(("needles, %", figure(percent, "score, needle")))
+  columns.append(("needles, %", figure(percent, "score, needle")))  # dropped where there are none
   columns.append(("rows", lambda row: row["score"].n))
   who = "method", lambda row: called(row["method"], row["budget"] and int(row["budget"]))
   return cells.table(rows, [who], *columns)

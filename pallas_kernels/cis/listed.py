@@ -107,21 +107,17 @@ def _list_all(
     place = jnp.where(ok, token, slots)
     backend.store(mark_ref, row.row, place, value=jnp.full(token.shape, value), mask=ok)
 
-  def wait() -> None:
-    if not interpret:
-      backend.barrier()  # threads read what others wrote
-
   for u in range(units):
     mark(*row.chosen(u, i), 0)
   always, ok = listing.always(row.sizes.sinks, row.sizes.local, row.seen)
   count = listing.append(table_ref, row.row, jnp.int32(0), always, ok & row.visible(always))
   for u in range(units):
     token, ok = row.chosen(u, i)
-    wait()
+    backend.barrier(interpret)  # threads read what others wrote
     place = jnp.where(ok, token, 0)
     ok &= backend.load(mark_ref, row.row, place, mask=ok, other=1) == 0
     count = listing.append(table_ref, row.row, count, token, ok)
-    wait()  # all have read
+    backend.barrier(interpret)  # all have read
     mark(token, ok, 1)
   count_ref[row.row] = count
   listing.end(table_ref, row.row, count)
@@ -142,8 +138,7 @@ def list_behind(
   interpret: bool,
 ) -> None:
   """As `_list_one`, in the program that has just found what is fresh."""
-  if not interpret:
-    backend.barrier()  # threads read what others wrote
+  backend.barrier(interpret)  # threads read what others wrote
   sources = _Sources(retrieved_ref, fresh_ref, anchor_ref, retrieves_ref, seen_ref, start_ref)
   _list_one(_Row.of(sources, sizes, row), table_ref, count_ref)
 

@@ -103,21 +103,17 @@ def _kernel(
   made.step[row], made.start[row] = step, start
   looks = decide(row, step, q_ref, held.queries, held.anchors, *made[:3], tau, True)
 
-  def wait() -> None:
-    if not interpret:
-      backend.barrier()  # threads read what others wrote
-
   @pl.when(looks)
   def retrieve() -> None:
     score(row, nothing, (cached.q, cached.k), logits, start, stop, stop)
-    wait()
+    backend.barrier(interpret)  # threads read what others wrote
     bounds = Bounds(1, sizes.span_sinks, sizes.sinks, sizes.local)
     _find(row, logits[0], Sight.of(bounds, start, stop), made.found, made.weight)
 
   listed = held.retrieved, made.anchor, made.retrieves, held.seen, made.start
   lists = made.table, made.count
   list_behind(row, made.found, *listed, *lists, sizes=sizes, interpret=interpret)
-  wait()
+  backend.barrier(interpret)
   attend_kernel(
     *(stored.Sources(*cached[:3]), *lists, made.start, cached.stop, outs),
     unit=1,

@@ -202,6 +202,7 @@ def by_row(x: Array) -> Array:
   return lax.collapse(x, 0, 2)
 
 
-def barrier() -> None:
-  """All warps of a program wait here for each other. Not for the interpreter, which has one."""
-  plgpu.debug_barrier()
+def barrier(interpret: bool) -> None:
+  """All warps of a program wait here for each other. The interpreter has one, which does not."""
+  if not interpret:
+    plgpu.debug_barrier()

@@ -159,8 +159,7 @@ def _kernel(
     x, y = (jnp.abs(half.astype(jnp.float32)) for half in v)
     put_each(cache.beside, [(x + y).sum(axis=1)])  # ‖v‖₁
 
-  if not interpret:
-    backend.barrier()  # every warp has read the counters
+  backend.barrier(interpret)  # every warp has read the counters
   cache.seen[b] = seen + live
   cache.used[b] = used + jnp.where(used < (room or size or slots), live, 0)
 
@@ -203,8 +202,7 @@ def _renew_codes(refs: tuple[Any, ...], new: _Keys, interpret: bool) -> None:
   mask = new.writes & ~new.first
   before = backend.load(exponent_ref, *new.where, mask=mask, other=0).astype(jnp.int32)
   held = [[x.astype(jnp.int32) for x in new.held(ref)] for ref in sides]
-  if not interpret:
-    backend.barrier()  # several threads hold the same code, and shift it once
+  backend.barrier(interpret)  # several threads hold the same code, and shift it once
   sizes = [jnp.where(new.inside, jnp.abs(x), 0.0) for x in new.k]
   bad = [(1 - (x < jnp.inf).astype(jnp.int32)).max(axis=1)[:, None] for x in sizes]
   largest = [jnp.where(x < jnp.inf, x, 0.0).max(axis=1)[:, None] for x in sizes]

@@ -143,8 +143,7 @@ def weigh_part(
     backend.store(weights_ref, row, token, value=best, mask=mask)
 
   lax.fori_loop(0, pl.cdiv(part, size), step, None)
-  if not interpret:
-    backend.barrier()  # threads read what others wrote
+  backend.barrier(interpret)  # threads read what others wrote
 
 
 def _denominators(row: Array, inputs: Sequence[Any]) -> Array:

@@ -379,11 +379,9 @@ def read(
   if not 0 <= tail <= MAX_TAIL:
     raise NotImplementedError(f"tail: found {tail}, expected up to {MAX_TAIL}")
   interpreted = backend.interpreted(interpret)
-  if cut is None:
-    choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)
-    cut = choose(interpret=interpreted)
-    if table is not None and not ordering.is_run(unit, tile, cut.tile):
-      cut = choose(interpret=interpreted, listed=True)
+  entry = None if table is None else unit
+  shape: dict[str, Any] = {"groups": groups, "unit": entry, "interpret": interpreted}
+  cut = cut or choose_cut(tile, head_dim, q.dtype.itemsize, **shape)
   listed = None
   if table is not None and count is not None:
     listed = ordering.Table(table.reshape(rows, -1), count.reshape(rows))

@@ -200,11 +200,9 @@ def walk(
   if patience is not None:
     rule = Detector(tau, phi, int(min(patience, stopping.NEVER)), full, relative)
     until = Stop(rule if log_ratio is None else Certificate(log_ratio), per_head, kept)
-  if cut is None:
-    choose = functools.partial(choose_cut, tile, head_dim, q.dtype.itemsize, groups=groups)
-    cut = choose(interpret=interpreted)
-    if table is not None and not ordering.is_run(unit, tile, cut.tile):
-      cut = choose(interpret=interpreted, listed=True)
+  entry = None if table is None else unit
+  size: dict[str, Any] = {"groups": groups, "unit": entry, "interpret": interpreted}
+  cut = cut or choose_cut(tile, head_dim, q.dtype.itemsize, **size)
 
   sources = reading.Sources(
     stored.Sources.of(q, k, v, per_slot),
@@ -277,15 +275,15 @@ def choose_cut(
   itemsize: int,
   *,
   groups: int = 1,
-  listed: bool = False,
+  unit: int | None = None,
   interpret: bool = False,
   kind: str | None = None,
 ) -> config.Config:
   """Keys per matrix product, at most a tile of the walk, and stages that fit two programs.
 
   Two parts of 32 KiB are on their way beside the one in use, less where many query heads leave no
-  shared memory for them. `listed`: slots come from a table, key by key, which takes a stage before
-  each of theirs.
+  shared memory for them. `unit`: of the entries of a table, where there is one; slots that it gives
+  key by key take a stage before each of theirs.
   """
   whole = max(16, pl.next_power_of_2(tile))
   if interpret:
@@ -297,4 +295,5 @@ def choose_cut(
   cut = config.Config(tile=part, programs=1, warps=warps, stages=3)
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
   cut = config.fitted(cut, devices.this_device(kind), **shape)
-  return dataclasses.replace(cut, stages=2 * cut.stages - 1) if listed else cut
+  run = unit is None or ordering.is_run(unit, tile, cut.tile)
+  return cut if run else dataclasses.replace(cut, stages=2 * cut.stages - 1)

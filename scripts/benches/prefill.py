@@ -33,15 +33,11 @@ def cases(quick: bool, peers: bool) -> Iterator[tuple]:
   for tokens in (96,) if quick else (8 << 10, 32 << 10, 128 << 10):
     yield f"dense {named(tokens)}", dense_case, tokens, quick, peers
   tokens, most = (96, 96) if quick else (32 << 10, 128 << 10)
-  for method in (kvjax.PSAW(), FEWEST):
-    name = f"top layer of {_words(method)} {named(tokens)}"
+  for words, method in {"PSAW": kvjax.PSAW(), "ETF + PSAW": FEWEST}.items():
+    name = f"top layer of {words} {named(tokens)}"
     yield name, layer_case, method, tokens, quick
   yield f"model {named(tokens)}", model_case, tokens, quick
   yield f"model {named(most)} in one piece", long_case, most, quick, peers
-
-
-def _words(method: kvjax.Method) -> str:
-  return "ETF + PSAW" if kvjax.families.forms.overrides(method, "active") else "PSAW"
 
 
 # ---- attention alone
@@ -60,8 +56,7 @@ def operands(tokens: int, quick: bool) -> tuple[jax.Array, ...]:
 def _attend(method: kvjax.Method, impl: str, layer: int, layers: int, tokens: int) -> Callable:
   """A layer's prompt attention by the method and the implementation; output in q's dtype."""
   at = method.at(kvjax.Env(layers, impl=impl), layer)
-  valid = jnp.array([tokens], jnp.int32)
-  prompt = kvjax.Prompt.of(at, tokens, valid, valid, 0)
+  prompt = whole_prompt(at, tokens)
   every = jnp.arange(tokens, dtype=jnp.int32)
 
   def run(q: Any, k: Any, v: Any) -> Any:
@@ -147,8 +142,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   layers = 4 if quick else 32
   at = method.at(kvjax.Env(layers), layers - 1)
   q, k, v = operands(tokens, quick)
-  index = computed_by(at, tokens)
-  qpos = jnp.arange(tokens, dtype=jnp.int32)[None] if index is None else index
+  qpos = whole_prompt(at, tokens).query_index()
   part = q[:, :, :, np.asarray(qpos)[0]]
   few = {"calls": 2, "loops": 2}
   options = {"layer": layers - 1, "layers": layers, "tokens": tokens}
@@ -175,16 +169,15 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
   )
 
 
-def computed_by(at: kvjax.At, tokens: int) -> Any:
-  """Indices of the tokens of a prompt that a layer computes; None: all."""
+def whole_prompt(at: kvjax.At, tokens: int) -> kvjax.Prompt:
+  """A row's prompt of so many tokens, in one piece, as a layer computes it."""
   total = jnp.array([tokens], jnp.int32)
-  return kvjax.Prompt.of(at, tokens, total, total, 0).index
+  return kvjax.Prompt.of(at, tokens, total, total, 0)
 
 
 def visible(method: kvjax.Method, at: kvjax.At, tokens: int) -> float:
   """Pairs of a computed query and a slot that it sees, in a layer of a whole prompt."""
-  index = computed_by(at, tokens)
-  qpos = np.arange(tokens)[None] if index is None else np.asarray(index)
+  qpos = np.asarray(whole_prompt(at, tokens).query_index())
   pairs = (qpos + 1.0).sum()
   window = method.window(at, jnp.asarray(qpos, jnp.int32))
   if window is not None:
@@ -203,8 +196,7 @@ def operations(config: ModelConfig, method: kvjax.Method, tokens: int) -> float:
   total = 0.0
   for layer in range(config.layers):
     at = method.at(kvjax.Env(config.layers), layer)
-    index = computed_by(at, tokens)
-    computed = tokens if index is None else index.shape[1]
+    computed = whole_prompt(at, tokens).query_index().shape[1]
     projected = tokens if method.traits.projects_all else computed
     total += 2.0 * (computed * weights + projected * kv) + 4.0 * heads * visible(method, at, tokens)
   return total

@@ -21,14 +21,13 @@ from kvjax.methods.prr.forecast import Smoothed
 from kvjax.methods.prr.kernel import Written
 from kvjax.programs import suites
 from kvjax.programs.suites import Case, Contender, jax_contender, optional, suite, together
-from kvjax.programs.suites.sparse import flashinfer
+from kvjax.programs.suites.sparse import BLOCK_SPARSE, flashinfer
 
 # Distinct layers: together they are past the L2 cache.
 LAYERS = 4
 # ρ, and the shares of the selected pages that a prediction hits and that the last step's does: the
 # paper's, since queries of chance have no likeness from step to step.
 RATIO, HITS, REUSED = 1.25, 0.97, 0.68
-FLASHINFER = "FlashInfer block-sparse"
 MISSES = (0, 1, 2, 4, 8, 16, 32, 64)
 ENV = Env(1, impl="pallas")
 
@@ -363,7 +362,7 @@ def case(name: str, s: Setting, quick: bool, peers: bool) -> Case:
     lists = [(q, c.slots["k"], c.slots["v"], c.heads["true"]) for q, c in turns["S3"]]
     # Timed only: it reads the three empty slots as well.
     peer = lambda: dataclasses.replace(flashinfer(lists, s.page), output=None)  # noqa: E731
-    contenders += optional(FLASHINFER, peer)
+    contenders += optional(BLOCK_SPARSE, peer)
   rows, pages = s.batch * s.kv_heads, s.slots // s.page
   summaries = 2 * rows * pages * s.head_dim * jnp.dtype(s.dtype).itemsize
   moved = summaries + s.bytes((wide + 1) * s.page)

@@ -15,7 +15,7 @@ from kvjax.programs.suites import decode as dense
 
 # The grid of PRR's Tab. 3.
 UNITS, BUDGETS = (16, 32, 64, 128, 256), (1024, 2048, 4096, 6144, 8192)
-PEERS = {"FlashInfer paged": "paged", "FlashInfer block-sparse": "block_sparse"}
+PAGED, BLOCK_SPARSE = "FlashInfer paged", "FlashInfer block-sparse"
 
 
 @suites.suite
@@ -41,8 +41,8 @@ def case(name: str, k: Any, v: Any, groups: int, unit: int, budget: int, peers: 
   contenders = [jax_contender("kvjax", run, turns, output=lambda x: x[0].o, calls=2 * copies)]
   contenders.append(read_contender(k, v, budget, min(copies, 8)))
   if peers:
-    for peer, kind in PEERS.items():
-      contenders += optional(peer, functools.partial(flashinfer, turns, unit, peer, kind))
+    for peer in (PAGED, BLOCK_SPARSE):
+      contenders += optional(peer, functools.partial(flashinfer, turns, unit, peer))
 
   return Case(
     name=name,
@@ -85,12 +85,7 @@ def read_contender(k: Any, v: Any, budget: int, pieces: int) -> Contender:
   return reading(([x[:, :, at] for x in (k, v)] for at in slots), calls=2 * pieces)
 
 
-def flashinfer(
-  turns: list[tuple],
-  unit: int,
-  name: str = "FlashInfer block-sparse",
-  kind: str = "block_sparse",
-) -> Contender:
+def flashinfer(turns: list[tuple], unit: int, name: str = BLOCK_SPARSE) -> Contender:
   """Attention over q, k, v and the table of every turn, one row.
 
   Every KV head is a request (or a row of the mask) of its own over one long cache.
@@ -110,7 +105,7 @@ def flashinfer(
     workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
     heads = {"num_qo_heads": groups, "num_kv_heads": 1, "head_dim": head_dim}
     types = {"q_data_type": q.dtype, "kv_data_type": k.dtype}
-    if kind == "paged":
+    if name == PAGED:
       wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, kv_layout="HND", use_tensor_cores=True
       )

@@ -329,11 +329,8 @@ def tables(found: dict[str, Any], about: str) -> str:
 
 def _plain(x: Any) -> Any:
   """x with null for NaN, which JSON does not know."""
-  if isinstance(x, dict):
-    return {str(name): _plain(value) for name, value in x.items()}
-  if isinstance(x, list | tuple):
-    return [_plain(value) for value in x]
-  return None if isinstance(x, float) and math.isnan(x) else x
+  known = {"NaN": None, "Infinity": math.inf, "-Infinity": -math.inf}
+  return json.loads(json.dumps(x), parse_constant=known.__getitem__)
 
 
 def main(args: Args) -> None:

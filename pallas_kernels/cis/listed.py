@@ -123,24 +123,15 @@ def _list_all(
   listing.end(table_ref, row.row, count)
 
 
-def list_behind(
-  row: Array,
-  fresh_ref: Any,
-  retrieved_ref: Any,
-  anchor_ref: Any,
-  retrieves_ref: Any,
-  seen_ref: Any,
-  start_ref: Any,
-  table_ref: Any,
-  count_ref: Any,
-  *,
-  sizes: Sizes,
-  interpret: bool,
-) -> None:
-  """As `_list_one`, in the program that has just found what is fresh."""
+def list_behind(row: Array, fresh_ref: Any, *refs: Any, sizes: Sizes, interpret: bool) -> None:
+  """As `_list_one`, in the program that has just found what is fresh.
+
+  refs: what else `_Sources` lists, table and count.
+  """
   backend.barrier(interpret)  # threads read what others wrote
-  sources = _Sources(retrieved_ref, fresh_ref, anchor_ref, retrieves_ref, seen_ref, start_ref)
-  _list_one(_Row.of(sources, sizes, row), table_ref, count_ref)
+  retrieved_ref, *others = refs[:-2]
+  sources = _Sources(retrieved_ref, fresh_ref, *others)
+  _list_one(_Row.of(sources, sizes, row), *refs[-2:])
 
 
 def _kernel(

@@ -120,19 +120,13 @@ def _weights_kernel(
   backend.where_active(active_ref, row, weigh)
 
 
-def weigh_part(
-  row: Array,
-  piece: Array,
-  part: int,
-  logits_ref: Any,
-  m_ref: Any,
-  l_ref: Any,
-  weights_ref: Any,
-  *,
-  interpret: bool,
-) -> None:
-  """Writes ln of the mean probabilities of a part of a row's tokens, for the program to read."""
-  lse, tokens = _denominators(row, (m_ref, l_ref)), weights_ref.shape[1]
+def weigh_part(row: Array, piece: Array, part: int, *refs: Any, interpret: bool) -> None:
+  """Writes ln of the mean probabilities of a part of a row's tokens, for the program to read.
+
+  refs: logits [R, G, M], m, l [R, G, C], weights [R, P].
+  """
+  logits_ref, *inputs, weights_ref = refs
+  lse, tokens = _denominators(row, inputs), weights_ref.shape[1]
   size = min(MOST, pl.next_power_of_2(part))
 
   def step(i: Any, _: None) -> None:

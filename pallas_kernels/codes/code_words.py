@@ -67,11 +67,6 @@ class How(NamedTuple):
   inline: bool
 
 
-def how(dtype: Any, scale: tiling.Scale, bits: int, inline: bool) -> How:
-  """For queries of this dtype."""
-  return How(scale, bits, jnp.float32 if dtype == jnp.float32 else jnp.float16, inline)
-
-
 def start(lanes: int, columns: int, bits: int) -> Carry:
   """The carry before any key; `columns` of each part."""
   empty = tiling.start(lanes, columns)

@@ -12,7 +12,6 @@ import importlib.resources
 import json
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -139,19 +138,17 @@ def tables(name: str, stem: str) -> tuple[dict[str, Any], ...]:
   Raises:
     ValueError: a file is not what `kvjax tune` writes.
   """
-  return tuple(_files(name, stem))
-
-
-def _files(name: str, stem: str) -> Iterator[dict[str, Any]]:
+  found = []
   for folder in folders():
     path = folder / name / f"{stem}.json"
     if path.is_file():
       try:
-        yield json.loads(path.read_text("utf-8"))
+        found.append(json.loads(path.read_text("utf-8")))
       except json.JSONDecodeError as error:
         raise ValueError(
           f"{path}: found no JSON ({error}), expected what `kvjax tune` writes"
         ) from None
+  return tuple(found)
 
 
 def _recorded(name: str) -> Device | None:

@@ -46,7 +46,8 @@ def scale_of(
 ) -> Scale:
   """The map to logits, `tiling.Scale.of`; with `bits` how codes of so many are read."""
   scale = tiling.Scale.of(q.shape[3], factor, soft_cap)
-  return scale if bits is None else code_words.how(q.dtype, scale, bits, inline=not interpret)
+  weights = jnp.float32 if q.dtype == jnp.float32 else jnp.float16
+  return scale if bits is None else code_words.How(scale, bits, weights, inline=not interpret)
 
 
 def of_row(

@@ -62,7 +62,7 @@ def _kernel(
   held = stored.Floats(stored.Sources(refs.q, refs.k, refs.v), row, scale, "evict_first")
   lanes = held.lanes
   few, real = pl.next_power_of_2(groups), lanes < groups
-  index = jnp.arange(tiles_of(slots, cut.tile))
+  index = jnp.arange(pl.next_power_of_2(pl.cdiv(slots, cut.tile)))
 
   def of_queries(x: Array) -> Array:
     """The rows of real queries, [few, …], of all that a product has."""
@@ -97,11 +97,6 @@ def _kernel(
   score = jnp.where(score != score, -jnp.inf, score)  # NaN leaves first
   score = jnp.where(there & (pos >= sinks) & (pos < end), score, jnp.inf)
   victim_ref[row] = named(score, pos, slot).slot
-
-
-def tiles_of(slots: int, tile: int) -> int:
-  """Tiles of a row that are held, a power of two."""
-  return pl.next_power_of_2(pl.cdiv(slots, tile))
 
 
 def fits(groups: int, slots: int) -> bool:

@@ -172,7 +172,6 @@ def walk(
   parts: int,
   chunk: int,
   heads: Heads,
-  look: Look | None = None,
 ) -> tuple[Walk, Array]:
   """Walks the tiles of a program until `stop` ends that; returns the walk, and tiles fetched.
 
@@ -184,10 +183,8 @@ def walk(
     parts: of a tile.
     chunk: tiles between two tests for the end of a walk that is not calm.
     heads: the lanes that hold query heads.
-    look: that of the last tile before, where the walk goes on from one.
   """
   begin = stop.begin(carry)
-  begin = begin if look is None else begin._replace(look=look)
 
   def step(n: Any, walk: Walk) -> Walk:
     """A part of a tile, and the detector after the last one.

@@ -277,7 +277,6 @@ def choose_cut(
   groups: int = 1,
   unit: int | None = None,
   interpret: bool = False,
-  kind: str | None = None,
 ) -> config.Config:
   """Keys per matrix product, at most a tile of the walk, and stages that fit two programs.
 
@@ -294,6 +293,6 @@ def choose_cut(
   warps = 4 if itemsize < 4 else 8
   cut = config.Config(tile=part, programs=1, warps=warps, stages=3)
   shape = {"groups": groups, "head_dim": head_dim, "itemsize": itemsize}
-  cut = config.fitted(cut, devices.this_device(kind), **shape)
+  cut = config.fitted(cut, devices.this_device(), **shape)
   run = unit is None or ordering.is_run(unit, tile, cut.tile)
   return cut if run else dataclasses.replace(cut, stages=2 * cut.stages - 1)

@@ -54,8 +54,8 @@ class Span:
   Attributes:
     start, stop: int32 [B, K], or [B, 1] if all heads are equal.
     sinks: leading slots that are always included (static).
-    before: slots of other devices that stand before the first one (`ops.slot_shards`), int32 []; the
-      leading slots count from there. None: there are none.
+    before: slots of other devices that stand before the first one (`ops.slot_shards`), int32 [];
+      the leading slots count from there. None: there are none.
   """
 
   start: Array

@@ -121,17 +121,18 @@ def link(name: str, quick: bool) -> Case:
 def division(name: str, quick: bool) -> Case:
   """The maps of a block, of one layer and of all layers, into spans."""
   size, layers = (16, 2) if quick else (128, LAYERS)
-  maps = jnp.tril(jax.random.uniform(jax.random.key(0), (layers, 1, 1, size, size)))
+  maps = jnp.tril(jax.random.uniform(jax.random.key(0), (layers, 1, 1, 1, 1, size, size)))
   method = kvjax.Ltri()
   caches = method.init_caches(kvjax.CacheSpec(1, 1, 1, 1, 2, layers))
 
-  at = method.at(Env(layers), 0)
-
-  def every(maps):
+  def every(impl, maps):
+    at = method.at(Env(layers, impl=impl), 0)
     divided = [method.divide(at, *each, None)[:3] for each in zip(caches, maps, strict=True)]
     return jnp.stack([jnp.stack(each) for each in divided])
 
-  reference = jax.jit(every)
+  reference = jax.jit(functools.partial(every, "reference"))
+  ours = functools.partial(every, "pallas" if quick else "auto")
+  how: dict[str, Any] = {"calls": 2, "output": lambda x: x}
 
   return Case(
     name=name,
@@ -139,7 +140,7 @@ def division(name: str, quick: bool) -> Case:
     bytes=maps.nbytes,
     reference=lambda: np.asarray(reference(maps), np.float32),
     tolerance=0.0,
-    contenders=(jax_contender("divide", every, [(maps,)], calls=2, output=lambda x: x),),
+    contenders=(jax_contender("divide", ours, [(maps,)], **how),),
     subject="divide",
   )
 

@@ -13,7 +13,7 @@ HShare's budget; what each attended to is printed too. Where the mean of a group
 and where shared lists gain no neighbours, CIS has lines of its own.
 
 In the folder: sharing.json, sharing.txt (the table) and sharing.png. sharing.json is written after
-every text; one that it has of the same settings is not measured again.
+every text; one that it has is not measured again. A folder of other settings is refused.
 """
 
 import dataclasses
@@ -228,8 +228,8 @@ def main(args: Args) -> None:
   facts = json.loads(json.dumps({"about": about, **sizes, "lines": lines}))
   path = args.out / "sharing.json"
   held = json.loads(path.read_text("utf-8")) if path.exists() else {}
-  if any(held.get(name) != fact for name, fact in facts.items()):
-    held = {}
+  if held:
+    sheets.refuse_other(path, {name: held.get(name) for name in facts}, facts)
   texts: dict[str, Found] = held.get("texts", {})
   cut: dict[str, dict[str, int]] = held.get("retrieved_tokens", {})
   count = args.length + args.steps

@@ -126,7 +126,7 @@ class Bytes:
 
 
 def test_a_run_that_ends_early_goes_on_after_its_last_text(monkeypatch, tmp_path):
-  """First it cuts CIS, on a text of which nothing is kept; under other settings all is anew."""
+  """First it cuts CIS, on a text of which nothing is kept; other settings are refused."""
   calls, starts = [], ("1862-Lincoln-1", "1934-Roosevelt-1")
 
   def measure(model, args, ids, cut):
@@ -146,8 +146,9 @@ def test_a_run_that_ends_early_goes_on_after_its_last_text(monkeypatch, tmp_path
   report = json.loads((tmp_path / "sharing.json").read_text("utf-8"))
   assert list(report["texts"]) == list(starts)
   assert report["found"]["CIS"]["0"]["overlap ahead"]["mean"] == pytest.approx(0.3)
-  study.main(dataclasses.replace(args, steps=4))
-  assert [len(ids) for ids in calls] == [32] * 4 + [28] * 3
+  with pytest.raises(ValueError, match=r"sharing\.json: found a run with .*'steps': 8.*'steps': 4"):
+    study.main(dataclasses.replace(args, steps=4))
+  assert json.loads((tmp_path / "sharing.json").read_text("utf-8")) == report and len(calls) == 4
 
 
 def test_cis_is_cut_on_a_text_that_is_not_measured(monkeypatch, tmp_path):

@@ -55,8 +55,13 @@ def shard(model: Transformer, mesh: Mesh) -> Transformer:
     ValueError: the mesh has other axes, or key/value heads or the MLP's width are no multiple of
       the parts that they are split into.
   """
+  return placed(model, mesh, jax.device_put)
+
+
+def placed(model: Transformer, mesh: Mesh, put: Any) -> Transformer:
+  """The model on a mesh, each leaf as `put(leaf, sharding)` gives it: `model` may be abstract."""
   leaves, tree = jax.tree.flatten(model)
-  moved = jax.device_put(leaves, shardings(model, model.config, mesh))
+  moved = map(put, leaves, shardings(model, model.config, mesh))
   return on_mesh(jax.tree.unflatten(tree, moved), mesh)
 
 

@@ -13,7 +13,6 @@ import kvjax
 from kvjax import METHODS, plan_memory
 from kvjax.models.io.presets import PRESETS
 from kvjax.models.nn import parallel
-from kvjax.models.nn.flat import Form, join
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs.suites import e2e, fitting
 from kvjax.runtime import sharding
@@ -54,15 +53,13 @@ def test_70b_fits_on_four_devices(name):
 
 def step_of(model, method):
   """A decode step of the model, lowered for its mesh."""
-  graph, state = nnx.split(model)
-  leaves, tree = jax.tree.flatten(state)
-  form = Form(graph, tree)
+  leaves, form = jax.tree.flatten(model)
   caches = jax.eval_shape(lambda: method.init_caches(model.spec(BATCH, TOKENS + e2e.STEPS)))
   where = sharding.named(model.mesh, sharding.cache_specs(caches, method))
   caches = jax.tree.map(lambda x, to: x.update(sharding=to), caches, where)
 
   def step(leaves, caches, token):
-    return join(form, leaves).decode(token, caches, method)
+    return jax.tree.unflatten(form, leaves).decode(token, caches, method)
 
   token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
   return jax.jit(step, donate_argnums=1).lower(leaves, caches, token)

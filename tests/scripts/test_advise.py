@@ -29,6 +29,7 @@ from kvjax.programs import advise, bench_files, step_time
 from kvjax.programs.evals import advice, store
 from kvjax.programs.evals.advice import Advice, Case, considered, recommended
 from kvjax.programs.evals.nearest import Kept, Rows
+from scripts.benches import e2e_sparse
 from tests.eval_rows import row, write
 
 RESULTS = pathlib.Path(__file__).parents[2] / "scripts" / "results" / "nvidia-h200"
@@ -74,6 +75,9 @@ def contenders(label, tokens):
     "DuoAttention": {"kvjax": kvjax.DuoAttention("alternate"), **full},
     "PRR": {"serial": quest, "ρ = 1.25": kvjax.PRR(quest, budget=1.25)},
   }
+  if label == "Tab. V":  # of long rows HShare takes less than is expected, Double Sparsity more
+    far = "HShare-0", "HShare-1", "Double Sparsity"
+    return {x: y for x, y in e2e_sparse.shared(tokens // 8).items() if x not in far}
   kind, _, share = label.partition(" ")
   if kind in ("StreamingLLM", "SnapKV", "PyramidKV"):
     return {label: getattr(kvjax, kind)(int(float(share) * tokens))}

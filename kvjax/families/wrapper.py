@@ -1,7 +1,5 @@
 """Methods over methods: a wrapper overrides some moves and hands the rest to its base."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, ClassVar

@@ -47,7 +47,7 @@ class Family:
 
   @property
   def tensors(self) -> dict[str, str]:
-    """What files of config.json's kind call each tensor: a layer's by a pattern with {i}."""
+    """Names of tensors by part in files of config.json's kind: a layer's, patterns with {i}."""
     layer = {**_LAYER, **self.names}
     return {**_AROUND, **{part: f"model.layers.{{i}}.{name}" for part, name in layer.items()}}
 

@@ -182,7 +182,7 @@ class Source(abc.ABC):
   def config_of(
     self, context: int, limit: int | None, windows: Sequence[int | None], **sizes: Any
   ) -> ModelConfig:
-    """What the file states, and what follows from that and from the family.
+    """The config that the file states, with what follows from that and from the family.
 
     Windows that no token of the context sees past are none, unless layers with a window differ in
     more than the window.

@@ -179,6 +179,7 @@ CPES = f"{CISES} cis:block=8,tau=-1,radius=0 cpe cpe:tau=0.5,radius=0 cpe:block=
 SHARING = " ".join(
   [f"cis:{more}block={s}" for more in ("", "k=72,sinks=8,local=32,") for s in (8, 16, 20)]
   + ["hshare", "hshare:layers=0.75,heads=0.75", "quest", "double_sparsity", "h2o"]
+  + ["double_sparsity:channels=64,dense_layers=2"]  # its authors' settings
 )
 STUDY = "--checkpoint {checkpoint} --length"
 LAYERS = " ".join(map(str, range(28)))
@@ -295,7 +296,7 @@ GSM8K = {
   "gsm8k": "--tasks gsm8k --lengths 2048 --batch 10 --samples 200 --budgets 256 512 "
   "--methods longflow r_kv h2o tova",
   "gsm8k_chat": "--tasks gsm8k_chat --lengths 4096 --batch 100 --samples 300 --budgets 128 256 "
-  "--methods longflow longflow:per=layer r_kv h2o tova vatp streaming_llm",
+  "--methods longflow longflow:sinks=4 longflow:per=layer r_kv h2o tova vatp streaming_llm",
   "gsm8k_128": "--tasks gsm8k --lengths 2048 --batch 100 --samples 200 --budgets 128 "
   f"--methods {SHARING}",
 }

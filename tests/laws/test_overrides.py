@@ -594,6 +594,10 @@ def test_what_a_class_may_not_define(base, own, message):
     named(base, **own)
 
 
+def test_a_wrapper_may_define_a_move_of_its_base():
+  named(Wrapper, victim=first_slot)
+
+
 def test_a_plan_that_forgets_what_queries_see_is_refused():
   """It would attend to what the window hides."""
 

@@ -29,6 +29,12 @@ from kvjax.ops import offload
 from kvjax.runtime.sites import DifferentLayer, Site
 
 LARGE = 512  # tokens of a prompt from which on its products are the vendor's library's
+# A GPU's compiler tries kernels of its own for large products, for most of the time that a layer
+# takes to compile; what the vendor's library has is as fast. For small ones its own are faster.
+# Candidates are timed for one program at a time, and others that compile beside it wait: the head,
+# which runs once a prompt, takes the first; a layer checks no results (level 1).
+_VENDORS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 1}
+_UNTIMED = {**_VENDORS, "xla_gpu_autotune_level": 0}
 
 
 def reads(model: Transformer) -> bool:
@@ -251,7 +257,7 @@ def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens
 
 
 @flat.own
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=_UNTIMED)
 def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
   return join(form, leaves).predict(x, lengths, all_logits)
 
@@ -280,10 +286,7 @@ def _of_prompt(
 
 _jitted = functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 _prefill = flat.own(_jitted(_of_prompt))
-# A GPU's compiler tries kernels of its own for large products, for most of the time that a layer
-# takes to compile; what the vendor's library has is as fast. For small ones its own are faster.
-_PLAIN = {"xla_gpu_enable_triton_gemm": False}
-_prefill_large = flat.own(_jitted(_of_prompt, compiler_options=_PLAIN))
+_prefill_large = flat.own(_jitted(_of_prompt, compiler_options=_VENDORS))
 
 
 @flat.own

@@ -114,6 +114,8 @@ class Pieces:
   def _next(self, ending: bool) -> Int[np.ndarray, " B"]:
     """Tokens of each row's next piece."""
     waiting = np.array([len(row) for row in self.waiting])
+    if ending and self._bounded:  # all rows at once: a row's bound hangs on its own tokens before
+      return np.minimum(waiting, self._chunk)
     whole = np.where(waiting >= self._chunk + self._last, self._chunk, 0)
     if whole.any() or not ending:
       return whole

@@ -327,6 +327,18 @@ def test_prompts_in_pieces(monkeypatch, together, order):
   assert done[:10] == order
 
 
+def test_a_prompt_that_fills_its_pieces_beside_one_that_does_not():
+  """To the bit as alone: what a row's last piece may see does not depend on the other."""
+  how = {"chunk": 16, "together": 2, "logprobs": True}
+  asked = [{"prompt": np.arange(n) % CONFIG.vocab, "limit": 3, "seed": 0} for n in (32, 17)]
+  mine = batcher(**how)
+  for given in asked:
+    mine.submit(**given)
+  for answer, given in zip(sorted(mine, key=lambda x: x.request), asked, strict=True):
+    wanted = alone(METHODS["full"], given, **how)
+    np.testing.assert_array_equal(answer.logprobs, wanted.logprobs)
+
+
 @pytest.mark.slow
 def test_prompts_that_were_read_elsewhere():
   """They wait for no queue, answer as submitted ones do, and leave what a further turn needs."""

@@ -3,6 +3,7 @@
 import collections
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ def read(path: pathlib.Path) -> dict[int, Any]:
     FileNotFoundError: there is no such file.
     ValueError: it has no prompt, is no text in UTF-8, or a line is no such object.
   """
-  lines = enumerate(common.read_text(path, "--file").splitlines(), 1)
+  # JSON may hold U+2028 and others, at which `splitlines` would cut.
+  lines = enumerate(re.split(r"\r\n?|\n", common.read_text(path, "--file")), 1)
   prompts = {n: line for n, line in lines if line.strip()}
   if path.suffix == ".jsonl":
     prompts = {n: _object(f"--file: {path}: line {n}", line) for n, line in prompts.items()}

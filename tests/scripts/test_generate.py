@@ -243,6 +243,16 @@ def test_short_prompts_of_equal_width_are_read_together(monkeypatch, sizes, rows
   assert many.together(*given) == expected
 
 
+def test_lines_end_where_json_lines_do(tmp_path):
+  """Not at what only Python takes for the end of a line."""
+  texts = ["one\u2028two", "three\x85four", "five\ffour"]
+  lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+  (tmp_path / "q.jsonl").write_text("\r\n".join(lines), "utf-8")
+  (tmp_path / "q.txt").write_text("\r".join(texts), "utf-8")
+  for name in ("q.jsonl", "q.txt"):
+    assert many.read(tmp_path / name) == dict(enumerate(texts, 1))
+
+
 def test_what_is_no_file_of_prompts_is_refused(tmp_path):
   def refused(text, message, name="q.jsonl"):
     (tmp_path / name).write_text(text)

@@ -1,6 +1,7 @@
 """OpenAI's JSON of completions and chats: requests, which are checked, and choices."""
 
 import collections
+import copy
 import itertools
 import reprlib
 from typing import Annotated, Any, Literal
@@ -152,7 +153,7 @@ def whole(fields: Completion | Chat, choice: Choice, tokenizer: Tokenizer) -> di
   tokens, logprobs = choice.answer.tokens.tolist(), choice.answer.logprobs.tolist()
   scores = [*choice.scores, *zip(tokens, logprobs, tokens, logprobs, strict=True)]
   if fields.echo:
-    text = tokenizer.decode(choice.prompt) + text
+    text = tokenizer.decode(choice.prompt) + _space(tokenizer, choice.prompt, tokens) + text
     unknown = choice.prompt[: choice.cut]
     scores = [*((token, None, None, None) for token in unknown), *scores]
   if fields.logprobs is not None:
@@ -169,17 +170,24 @@ def part(fields: Completion | Chat, choice: Choice, event: str | Answer) -> dict
 
 def _logprobs(scores: list[Any], tokenizer: Tokenizer) -> dict[str, list[Any]]:
   """Of each token, and of the likeliest one in its place."""
+  told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+  stream, before, known, offsets = tokenizer.stream(), [], 0, []
 
   def named(token: int) -> str:
-    return tokenizer.decode([token], skip_special=False)
+    text = tokenizer.decode([token], skip_special=False)
+    return _space(tokenizer, before, [token], skip_special=False) + text
 
-  names = [named(token) for token, *_ in scores]
-  return {
-    "tokens": names,
-    "token_logprobs": [value for _, value, *_ in scores],
-    "top_logprobs": [
-      None if value is None else {named(token): value, named(likeliest): best}
-      for token, value, likeliest, best in scores
-    ],
-    "text_offset": [*itertools.accumulate(map(len, names), initial=0)][: len(names)],
-  }
+  for token, value, likeliest, best in scores:
+    offsets.append(known + len(copy.copy(stream).flush()))
+    top = None if value is None else {named(token): value, named(likeliest): best}
+    for name, x in zip(told, (named(token), value, top), strict=True):
+      told[name].append(x)
+    known, before = known + len(stream.feed(token)), [token]
+  # Half a character may be shown as more than the whole one.
+  return {**told, "text_offset": [*itertools.accumulate(reversed(offsets), min)][::-1]}
+
+
+def _space(tokenizer: Tokenizer, before: list[int], ids: list[int], **how: bool) -> str:
+  """The space that tokens have behind others and not alone: SentencePiece's may have one."""
+  whole, known, text = (tokenizer.decode(x, **how) for x in ([*before, *ids], before, ids))
+  return " " if whole == f"{known} {text}" else ""

@@ -74,11 +74,12 @@ class Request:
     self.tokens.append(token)
     if logprob is not None:
       self.logprobs.append(logprob)
-    stopped = token in self.stop
+    stopped, last = token in self.stop, len(self.tokens) == self.limit
     if self.text is not None:
-      self._tell(self.text.flush() if stopped else self.text.feed(token))
+      new = "" if stopped else self.text.feed(token)
+      self._tell(new + self.text.flush() if stopped or last else new)
       stopped |= self.text.ended
-    return "stop" if stopped else "limit" if len(self.tokens) == self.limit else None
+    return "stop" if stopped else "limit" if last else None
 
   def _tell(self, new: str) -> None:
     if new and self.on_text is not None:

@@ -151,6 +151,7 @@ def stopped(tokenizer: Tokenizer, tokens: list[int], limit: int, stop: Sequence[
   text = RowText(tokenizer.stream(), stop)
   for token in tokens:
     text.feed(token)
+  text.flush()
   return len(tokens) < limit or tokens[-1] in tokenizer.ends or text.ended
 
 

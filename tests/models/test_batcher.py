@@ -10,10 +10,14 @@ from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode import prefill as reading
 from kvjax.models.decode.batcher import Batcher
 from kvjax.models.decode.generate import generate, prefill
+from kvjax.models.decode.requests import Request
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import Device
+from kvjax.models.decode.stopping import RowText
+from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing.tiny import CONFIG, model
 from scripts.examples.tiny import byte_tokenizer
+from tests.tiny_tokenizers import FAMILIES
 
 CAPACITY, ROWS = 64, 3
 METHODS = {
@@ -272,6 +276,15 @@ def test_texts_and_stop_strings():
   (cut,) = mine
   assert (cut.end, cut.text) == ("stop", whole.text.partition(part)[0])
   np.testing.assert_array_equal(cut.tokens, whole.tokens[: len(cut.tokens)])
+
+
+def test_a_stop_of_bytes_is_found_at_the_limit():
+  """A line break is a byte under SentencePiece, and text once no token follows."""
+  tokenizer = Tokenizer(FAMILIES["llama2"]().backend)
+  ids, text = tokenizer.encode("hello\n", bos=False), RowText(tokenizer.stream(), ["\n"])
+  request = Request(0, len(ids), 0, (), DRAWING, text, None, False)
+  assert [request.feed(token, None) for token in ids] == [None, "stop"]
+  assert request.answer("stop", False, None).text == "hello"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, console, generate, keep, many, turn
 from scripts.examples import tiny
+from tests.tiny_tokenizers import FAMILIES
 
 ARGS = generate.Args("Who?", steps=8, method="streaming_llm", budget=16)
 
@@ -58,6 +60,8 @@ def test_an_answer_that_stops_at_its_last_token_has_stopped():
     ([*ids, *tokenizer.ends], 3 + len(tokenizer.ends), (), True),
   ):
     assert turn.stopped(tokenizer, tokens, limit, stop) == stopped
+  bytewise = Tokenizer(FAMILIES["llama2"]().backend)
+  assert turn.stopped(bytewise, bytewise.encode("hello\n", bos=False), 2, ("\n",))
 
 
 @pytest.mark.core(2)

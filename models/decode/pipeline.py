@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from kvjax.families.method import Method
 from kvjax.methods import labels
+from kvjax.models.decode import checks
 from kvjax.models.decode.generate import GREEDY, generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io import convert
@@ -95,8 +96,10 @@ class Pipeline:
       ValueError: there is no prompt, or one without text.
       ValueError, MemoryError, FloatingPointError: of `prefill` and `generate`.
     """
-    one = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping))
+    listed = isinstance(prompt, Collection) and not isinstance(prompt, str | bytes | Mapping)
+    one = not listed or isinstance(next(iter(prompt), None), Mapping)
     ids = [self._ids(each, raw) for each in ([prompt] if one else prompt)]
+    steps = checks.whole("steps", steps, 1)
     if not ids:
       raise ValueError("prompt: found no prompt, expected a text, messages, or a list of them")
     tokens, lengths = pad(ids)
@@ -129,6 +132,6 @@ class Pipeline:
         raise ValueError("prompt: the model has no chat template; raw=True continues a text")
       return self.tokenizer.chat([{"role": "user", "content": prompt}])
     messages = isinstance(prompt, Sequence) and all(isinstance(x, Mapping) for x in prompt)
-    if raw or not messages:
+    if raw or not messages or not prompt:
       raise TypeError(f"prompt: found {prompt!r}, expected a text{' (raw)' * raw}, or messages")
     return self.tokenizer.chat(prompt)

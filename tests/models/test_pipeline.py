@@ -71,9 +71,15 @@ def test_what_is_no_prompt_is_refused(ask, untyped):
     ([QUESTION, ""], ValueError, "prompt: found '', expected a text"),
     ([3], TypeError, "prompt: found 3, expected a text"),
     ([["x"]], TypeError, r"prompt: found \['x'\], expected a text, or messages"),
+    ([[]], TypeError, r"prompt: found \[\], expected a text, or messages"),
+    (None, TypeError, "prompt: found None, expected a text"),
+    (b"x", TypeError, "prompt: found b'x', expected a text"),
+    ({"role": "user", "content": "x"}, TypeError, "prompt: found {'role': .*, expected a text"),
   ):
     with pytest.raises(error, match=message):
       ask(given)
+  with pytest.raises(ValueError, match="steps: found -100, expected at least 1"):
+    ask(QUESTION, steps=-100)
   with pytest.raises(TypeError, match=r"expected a text \(raw\), or messages"):
     ask([{"role": "user", "content": "x"}], raw=True)
   with pytest.raises(ValueError, match=r"method: found 'snapkw', .*did you mean 'snapkv'"):

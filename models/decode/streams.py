@@ -108,7 +108,7 @@ class PromptStream:
     if (chunk is None) != (total is None):
       raise ValueError(f"total: found {total} with chunk = {chunk}, expected both or neither")
     if total is not None:
-      total = checks.of_rows("total", total, spec.batch).astype(np.int32)
+      total = np.asarray(arguments.counts("total", total, spec.batch))
     memory.check_host(method, spec)
     self._model, self._method, self._most, self._ended = model, method, spec, False
     self._sizes, self._how = _sizes(model, method, spec), (chunk, total)
@@ -153,9 +153,9 @@ class PromptStream:
       on_chunk: called after every chunk with (tokens read, tokens that came) of the longest row.
 
     Raises:
-      ValueError: shapes, lengths or ids are out of range; the tokens do not fit in the capacity, or
-        in the context that the model was converted for; or the stream has ended. Nothing was taken
-        then.
+      ValueError: shapes, lengths or ids are out of range; the tokens are more than `total`, or do
+        not fit in the capacity, or in the context that the model was converted for; or the stream
+        has ended. Nothing was taken then.
       MemoryError: there is no room for a larger store, and the caches are as they were; or a device
         has none, and they are gone.
     """
@@ -169,7 +169,10 @@ class PromptStream:
     checks.callbacks(on_chunk=on_chunk)
     checks.there(self.caches)
     checks.of_prompts(self._model, tokens, lengths, len(self.seen))
-    coming = self.waiting + lengths
+    coming, total = self.waiting + lengths, self._how[1]
+    if total is not None and (self._pieces.done + coming > total).any():
+      told = (self._pieces.done + coming).tolist()
+      raise ValueError(f"tokens: found {told} in all, expected at most total = {total.tolist()}")
     what = f"a stream with {lengths.max()} more tokens"
     checks.room(shapes(self._method, self._most), self._method, coming, what, self.seen)
     checks.context(self._model.config, self._method, self.seen, coming, "feed")

@@ -154,6 +154,21 @@ def test_an_error_of_a_callback_leaves_usable_caches(method):
   chex.assert_trees_all_equal(stream.finish(), want)
 
 
+def test_a_prompt_of_another_length_than_was_told_is_refused():
+  told = (
+    ([1.5], "total: found float64, expected integers"),
+    ([-1], r"total: found \[-1\], expected"),
+  )
+  for total, message in told:
+    with pytest.raises(ValueError, match=message):
+      PromptStream(MODEL, kvjax.Full(), MODEL.spec(1, 64), chunk=8, total=total)
+  stream = PromptStream(MODEL, kvjax.Full(), MODEL.spec(1, 64), chunk=8, total=[10])
+  stream.feed(TOKENS[:1, :6])
+  with pytest.raises(ValueError, match=r"found \[11\] in all, expected at most total = \[10\]"):
+    stream.feed(TOKENS[:1, 6:11])
+  assert (stream.seen + stream.waiting).tolist() == [6]
+
+
 @pytest.mark.slow
 def test_a_stream_that_was_kept_goes_on_with_the_same_bits(method, small, tmp_path):
   """Kept at several places, before and after its store grew, with rows at different places."""

@@ -187,6 +187,9 @@ def main(args: Args) -> int | None:
   for option, given in alone.items():
     if None not in (args.file, given):
       raise ValueError(f"{option}: found with --file, expected it with PROMPT")
+  for option, given in {"--system": args.system, "--template-args": args.template_args}.items():
+    if args.raw and given is not None:
+      raise ValueError(f"{option}: found with --raw, which has no chat, expected it without")
   method = labels.instance(args.method, args.budget, "--method")
   arguments = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)

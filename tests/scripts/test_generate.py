@@ -276,6 +276,8 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     (neither, "PROMPT, --file: found neither, expected one"),
     (dataclasses.replace(alone, context_file=both.file), "--context-file: found with --file"),
     (dataclasses.replace(alone, json=True), "--json: found with --file, expected it with PROMPT"),
+    (generate.Args("x", raw=True, system="y"), "--system: found with --raw, which has no chat"),
+    (generate.Args("x", raw=True, template_args="{}"), "--template-args: found with --raw"),
   ):
     with pytest.raises(ValueError, match=message):
       generate.main(args)

@@ -23,6 +23,7 @@ from kvjax.methods.registry import check_method
 from kvjax.models.decode import by_layer, checks
 from kvjax.models.decode.by_layer import ByLayer
 from kvjax.models.decode.generate import GREEDY
+from kvjax.models.decode.pieces import undivided
 from kvjax.models.decode.prefill import empty, read_prompt, widths
 from kvjax.models.decode.requests import AHEAD, Answer, End, Reading, Request
 from kvjax.models.decode.rows import check_alike
@@ -269,13 +270,15 @@ class Batcher:
       )
     if (found := self._known.get(request)) is not None:
       self._end(found, "cancelled")
+      found.tell()
 
   def __iter__(self) -> Iterator[Answer]:
     """Answers as requests end, until none is left; more may be submitted meanwhile."""
     while self._answers or self._known:
-      if not self._answers:
+      if self._answers:
+        yield self._answers.pop(0)
+      else:
         self.step()
-      yield from self.ready()
 
   def ready(self) -> list[Answer]:
     """Answers of requests that have ended since the last call."""
@@ -286,11 +289,13 @@ class Batcher:
     """Waits until the device has done all steps that are under way."""
     jax.block_until_ready(self._device.logits)
 
+  @undivided()
   def step(self) -> bool:
     """Fills free rows from the queue, decodes a token of every row, reads one of steps before.
 
     On a GPU, under a method that streams, it decodes several, unless a prompt is being read or a
-    request shows its text or keeps its caches.
+    request shows its text or keeps its caches. Ctrl-C waits for the end of a step (pressed twice,
+    it does not), an error of `on_text` until all rows have their tokens: a further step goes on.
 
     Returns:
       Whether there was a row to decode for.
@@ -411,6 +416,8 @@ class Batcher:
           logprob = None if logprobs is None else float(logprobs[i, request.row])
           if (end := request.feed(token, logprob)) is not None:
             self._end(request, end)
+    for request in holders:  # all have their tokens, if one's `on_text` raises
+      request.tell()
 
   def _end(self, request: Request, end: End, error: Exception | None = None) -> None:
     """Its answer is there, and its row free."""

@@ -66,6 +66,7 @@ class Request:
   steps: int = 0  # dispatched with it
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
+  new: str = ""  # text that `on_text` was not told
   sound: tuple[Array, int] | None = None
   over: bool = False
 
@@ -76,12 +77,14 @@ class Request:
       self.logprobs.append(logprob)
     stopped, last = token in self.stop, len(self.tokens) == self.limit
     if self.text is not None:
-      new = "" if stopped else self.text.feed(token)
-      self._tell(new + self.text.flush() if stopped or last else new)
+      self.new += "" if stopped else self.text.feed(token)
+      self.new += self.text.flush() if stopped or last else ""
       stopped |= self.text.ended
     return "stop" if stopped else "limit" if last else None
 
-  def _tell(self, new: str) -> None:
+  def tell(self) -> None:
+    """Calls back with the text that came since."""
+    new, self.new = self.new, ""
     if new and self.on_text is not None:
       self.on_text(new)
 
@@ -90,7 +93,7 @@ class Request:
     self.over = True
     text = None
     if self.text is not None:
-      self._tell(self.text.flush())
+      self.new += self.text.flush()
       text = self.text.text
     logprobs = np.array(self.logprobs, np.float32) if told else None
     return Answer(self.number, np.array(self.tokens, np.int32), end, text, logprobs, None, error)

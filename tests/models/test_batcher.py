@@ -1,5 +1,7 @@
 """Requests in a batch of fixed rows: each answer is its own, whatever stands beside it."""
 
+import signal
+
 import jax
 import numpy as np
 import pytest
@@ -276,6 +278,38 @@ def test_texts_and_stop_strings():
   (cut,) = mine
   assert (cut.end, cut.text) == ("stop", whole.text.partition(part)[0])
   np.testing.assert_array_equal(cut.tokens, whole.tokens[: len(cut.tokens)])
+
+
+def test_what_comes_between_costs_no_token(monkeypatch):
+  """An error of `on_text`; Ctrl-C, which waits for the end of a step; a loop that is left."""
+  came, fetch = [], Device.fetch
+
+  def fetched(self, step):
+    if len(came) == 1:
+      came.append(step)
+      signal.raise_signal(signal.SIGINT)
+    return fetch(self, step)
+
+  def told(text):
+    if not came:
+      came.append(text)
+      raise OSError("no room")
+
+  mine, asked = batcher(tokenizer=byte_tokenizer()), {"prompt": [5, 6, 7], "limit": 12, "seed": 4}
+  for _ in range(ROWS):
+    mine.submit(**asked, on_text=told)
+  with pytest.raises(OSError, match="no room"):
+    list(mine)
+  monkeypatch.setattr(Device, "fetch", fetched)
+  before = signal.signal(signal.SIGINT, signal.default_int_handler)
+  with pytest.raises(KeyboardInterrupt):
+    list(mine)
+  signal.signal(signal.SIGINT, before)
+  answers = [next(iter(mine)), *mine]
+  wanted = alone(METHODS["full"], asked).tokens
+  assert [answer.request for answer in answers] == [0, 1, 2]
+  for answer in answers:
+    np.testing.assert_array_equal(answer.tokens, wanted)
 
 
 def test_a_stop_of_bytes_is_found_at_the_limit():

@@ -212,7 +212,8 @@ class Batcher:
     count = logits.shape[0]
     if checks.whole("row", row, 0) >= count:
       raise ValueError(f"row: found {row}, expected one of 0 to {count - 1}")
-    seen = int(np.asarray(caches[0].seen)[row])
+    if not (seen := int(np.asarray(caches[0].seen)[row])):
+      raise ValueError(f"row: found {row}, which holds no token, expected a prompt that was read")
     request = self._request(
       seen, limit, seed, stop, stop_strings, sampling=sampling, on_text=on_text, keep=keep
     )

@@ -421,6 +421,8 @@ def test_prompts_that_were_read_elsewhere():
     mine.insert(logits, caches, limit=3)
   with pytest.raises(ValueError, match="row: found 1, expected one of 0 to 0"):
     batcher(method).insert(logits, caches, 1, limit=3)
+  with pytest.raises(ValueError, match="row: found 0, which holds no token, expected a prompt"):
+    batcher(method).insert(logits, method.init_caches(spec), limit=3)
   with pytest.raises(ValueError, match="SnapKV"):
     batcher().insert(logits, caches, limit=3)
   jax.tree.map(lambda x: x.delete(), caches)

@@ -29,6 +29,7 @@ class Body(pydantic.BaseModel):
   n: int = Field(1, ge=1)
   seed: int | None = None
   stream: bool = False
+  stream_options: dict[str, bool] = {}
   user: Any = None
 
   @pydantic.model_validator(mode="before")
@@ -159,6 +160,13 @@ def whole(fields: Completion | Chat, choice: Choice, tokenizer: Tokenizer) -> di
   if fields.logprobs is not None:
     ended["logprobs"] = _logprobs(scores, tokenizer)
   return {**ended, "text": text}
+
+
+def usage(fields: Completion | Chat, choices: list[Choice]) -> dict[str, int]:
+  """Tokens that were read, a prompt once, and written."""
+  read = sum(len(choice.prompt) for choice in choices) // fields.n
+  new = sum(len(choice.answer.tokens) for choice in choices if choice.answer is not None)
+  return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
 def part(fields: Completion | Chat, choice: Choice, event: str | Answer) -> dict[str, Any]:

@@ -131,15 +131,12 @@ class Service:
     events = self._events(request, choices)
     if fields.stream:
       first = await anext(events)  # a full queue has a status
-      lines = self._lines(fields, head, first, events)
+      lines = self._lines(fields, head, choices, first, events)
       return StreamingResponse(lines, media_type="text/event-stream")
     async for _ in events:
       pass
     made = [openai_format.whole(fields, choice, self.tokenizer) for choice in choices]
-    read = sum(len(choice.prompt) for choice in choices) // fields.n
-    new = sum(len(choice.answer.tokens) for choice in choices if choice.answer is not None)
-    usage = {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
-    return JSONResponse({**head, "choices": made, "usage": usage})
+    return JSONResponse({**head, "choices": made, "usage": openai_format.usage(fields, choices)})
 
   async def _events(
     self, request: Request, choices: list[Choice]
@@ -179,9 +176,14 @@ class Service:
       raise ClientDisconnect
 
   async def _lines(
-    self, fields: Completion | Chat, head: dict[str, Any], first: Any, events: AsyncIterator[Any]
+    self,
+    fields: Completion | Chat,
+    head: dict[str, Any],
+    choices: list[Choice],
+    first: Any,
+    events: AsyncIterator[Any],
   ) -> AsyncIterator[str]:
-    """Server-sent events: the text of each choice as it comes, and its end."""
+    """Server-sent events: the text of each choice as it comes, its end, the usage if asked for."""
 
     def line(**told: Any) -> str:
       return f"data: {json.dumps({**head, **told})}\n\n"
@@ -194,6 +196,8 @@ class Service:
     try:
       async for event in events:
         yield line(choices=[openai_format.part(fields, *event)])
+      if fields.stream_options.get("include_usage"):
+        yield line(choices=[], usage=openai_format.usage(fields, choices))
     except FAULTS as error:
       yield line(**_told(error))
     yield "data: [DONE]\n\n"

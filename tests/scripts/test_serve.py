@@ -225,8 +225,16 @@ def test_what_cannot_be_answered_is_refused(served, path, given, message):
 def test_what_changes_nothing_is_ignored(served):
   given = {"presence_penalty": 0, "user": "me", "suffix": None}
   given["extra_body"] = {"top_k": -1, "repetition_penalty": 1.0, "context_tokens": None}
+  given |= {"logit_bias": {}, "best_of": 1, "stream_options": {"include_usage": True}}
   wanted = served.complete(PROMPTS[0]).choices[0].text
   assert served.complete(PROMPTS[0], **given).choices[0].text == wanted
+
+
+def test_tokens_of_a_stream_are_told_at_its_end(served):
+  asked = {"n": 2, "temperature": 0}
+  *parts, last = served.chat(**asked, stream=True, stream_options={"include_usage": True})
+  assert (last.choices, last.usage) == ([], served.chat(**asked).usage)
+  assert all(part.choices and part.usage is None for part in parts)
 
 
 def posted(served, body, headers=None, path="/v1/completions"):

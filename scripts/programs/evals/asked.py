@@ -27,6 +27,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
   "typical_p": (1,),
   "early_stopping": (False,),
   "use_cache": (True, False),
+  "best_of": (1,),
+  "logit_bias": ({},),
+  "suffix": ("",),
+  "tools": ([],),
+  "tool_choice": ("none",),
+  "parallel_tool_calls": (True, False),
+  "response_format": ({"type": "text"},),
+  "top_logprobs": (0,),
+  "store": (False,),
 }
 
 

@@ -94,7 +94,8 @@ class Keeper:
         self._save(stream)
 
     try:
-      stream.feed([ids[self.saved : -1]], on_chunk=then_save)
+      if rest := ids[self.saved : -1]:
+        stream.feed([rest], on_chunk=then_save)
     except KeyboardInterrupt:
       self._save(stream)
       raise SystemExit(

@@ -163,6 +163,16 @@ def test_a_prompt_that_is_kept_goes_on_where_it_was_stopped(monkeypatch, tmp_pat
     generate.main(args)
 
 
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("text", ["a", "abcde"])
+def test_a_prompt_of_which_the_last_token_is_left_goes_on(tmp_path, capsys, text):
+  args = generate.Args(text, raw=True, steps=2, prefill_chunk=4, keep=tmp_path / "kept")
+  generate.main(args)
+  once = capsys.readouterr().out
+  generate.main(args)
+  assert capsys.readouterr().out == once
+
+
 # ---- a file of prompts: each is answered as alone, and a bad one ends alone
 
 QUESTIONS = [f"Name {n} rivers." * n for n in range(1, 6)]

@@ -209,9 +209,7 @@ class Batcher:
     checks.there(caches)
     check_alike(self._device.caches, caches)
     logits = checks.logits(logits, caches, self._model.config.vocab)
-    count = logits.shape[0]
-    if checks.whole("row", row, 0) >= count:
-      raise ValueError(f"row: found {row}, expected one of 0 to {count - 1}")
+    row = checks.whole("row", row, 0, logits.shape[0])
     if not (seen := int(np.asarray(caches[0].seen)[row])):
       raise ValueError(f"row: found {row}, which holds no token, expected a prompt that was read")
     request = self._request(

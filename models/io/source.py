@@ -219,18 +219,14 @@ class Source(abc.ABC):
     """
     before = self.names["attention_norm"].partition("{i}")[0]
     layers = {name[len(before) :].split(".")[0] for name in found if name.startswith(before)}
-    if len(layers) != self.config.layers:
-      raise ValueError(
-        f"{self.path}: found tensors of {len(layers)} layers, expected {self.config.layers}, as "
-        "its config says"
-      )
+    counts = {"layers": len(layers)}
     if "{e}" in self.names.get("gate", ""):
       begin, _, end = self.names["gate"].replace("{i}", "0").partition("{e}")
-      experts = sum(name.startswith(begin) and name.endswith(end) for name in found)
-      if experts != self.config.experts:
+      counts["experts"] = sum(name.startswith(begin) and name.endswith(end) for name in found)
+    for what, count in counts.items():
+      if count != (wanted := getattr(self.config, what)):
         raise ValueError(
-          f"{self.path}: found tensors of {experts} experts, expected {self.config.experts}, as "
-          "its config says"
+          f"{self.path}: found tensors of {count} {what}, expected {wanted}, as its config says"
         )
     expected: dict[str, tuple[int, ...]] = {}
     for part, layer, shape in tensor_shapes(self.config, self.family):

@@ -152,13 +152,9 @@ def answers(
     except ValueError as error:
       failed[i] = str(error)
   for i, error in sorted(failed.items()):
-    yield _answer(i, "", 0, "failed", f"line {lines[i]}: {error}")
+    said = f"line {lines[i]}: {error}"
+    yield {"index": i, "text": "", "tokens": 0, "end": "failed", "error": said}
   for answer in batcher:
     i = index[answer.request]
-    error = None if answer.error is None else f"line {lines[i]}: {answer.error}"
-    yield _answer(i, answer.text, len(answer.tokens), answer.end, error)
-
-
-def _answer(index: int, text: str, tokens: int, end: str, error: str | None) -> dict[str, Any]:
-  said = {"index": index, "text": text, "tokens": tokens, "end": end}
-  return said if error is None else {**said, "error": error}
+    told = {"index": i, "text": answer.text, "tokens": len(answer.tokens), "end": answer.end}
+    yield told if answer.error is None else {**told, "error": f"line {lines[i]}: {answer.error}"}

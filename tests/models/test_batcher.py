@@ -419,7 +419,7 @@ def test_prompts_that_were_read_elsewhere():
     mine.insert(logits, caches, limit=3)
   with pytest.raises(RuntimeError, match="insert: found 3 rows that are held, expected a free one"):
     mine.insert(logits, caches, limit=3)
-  with pytest.raises(ValueError, match="row: found 1, expected one of 0 to 0"):
+  with pytest.raises(ValueError, match=r"row: found 1, expected an integer in \[0, 1\)"):
     batcher(method).insert(logits, caches, 1, limit=3)
   with pytest.raises(ValueError, match="row: found 0, which holds no token, expected a prompt"):
     batcher(method).insert(logits, method.init_caches(spec), limit=3)

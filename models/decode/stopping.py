@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from kvjax.models.io.tokenizer import TextStream
@@ -36,6 +37,9 @@ class RowText:
       return ""
     left_out = self._stream.left_out(token) if self._stop else ""
     new = self._stream.feed(token)
+    if left_out:  # it stands behind bytes that the stream holds back until another token follows
+      held = copy.copy(self._stream).flush()
+      new = held if any(s in self._marked + held + left_out for s in self._stop) else ""
     self._held += [*new, *[""] * len(left_out)]
     return self._release(new + left_out, last=False)
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kvjax.models.decode.sampling import Sampling, draw, filtered
 from kvjax.models.decode.stopping import RowText
-from kvjax.models.io.tokenizer import TextStream
+from kvjax.models.io.tokenizer import TextStream, Tokenizer
+from tests.tiny_tokenizers import FAMILIES
 
 FILTER, DRAW = jax.jit(filtered), jax.jit(draw)
 
@@ -225,3 +226,12 @@ def test_stop_strings_may_have_special_tokens(stop, parts):
   assert found == parts + [""] * (len(found) - len(parts))
   assert row.text == "".join(parts)
   assert row.ended == any(s in "a<A>b<B>c" for s in stop)
+
+
+@pytest.mark.parametrize(("stop", "text"), [("</s>", "hello \u4e2d"), ("\u4e2d</s>", "hello ")])
+def test_bytes_before_a_special_token_are_text(stop, text):
+  """Which a stream holds back until another token follows."""
+  tokenizer = Tokenizer(FAMILIES["llama2"]().backend)
+  row = RowText(tokenizer.stream(), [stop])
+  told = "".join(map(row.feed, tokenizer.encode("hello \u4e2d</s> in", bos=False)))
+  assert (told, row.text, row.ended) == (text, text, True)

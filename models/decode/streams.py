@@ -37,8 +37,9 @@ class PromptStream:
       logits, caches = stream.finish(room=256)
 
   Chunks are counted from the first token of the stream: in whatever parts it comes, the same chunks
-  are read, by the same programs, and the caches have the same bits. Tokens that do not fill a chunk
-  wait for those that follow, or for `finish`.
+  are read. Under methods that stream, and of a single row, the same programs read them, and the
+  caches have the same bits; with `chunk` a program depends on the fullest row. Tokens that do not
+  fill a chunk wait for those that follow, or for `finish`.
 
   Between two calls the caches are those of the last whole chunk, whatever ended a call: Ctrl-C,
   which waits for the chunk under way (a second one does not), or an error of `on_chunk`. A further

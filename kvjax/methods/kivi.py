@@ -217,8 +217,11 @@ class KIVI(Coded):
   def observe(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended
   ) -> tuple[Cache, Aux]:
-    cache, aux = super().observe(at, cache, q, plan, attended)
-    return cache.put(rows={"rounded": self._whole(cache.used)}), aux
+    """The base's, in rows that take part: of others it would summarise what are codes since."""
+    assert attended.live is not None  # filled in after `attend`
+    made, aux = super().observe(at, cache, q, plan, attended)
+    heads = slots.choose_rows(attended.live, made.heads, cache.heads)
+    return made.put(heads=heads, rows={"rounded": self._whole(cache.used)}), aux
 
   def keep(self, at: At, cache: Cache, turn: Turn, new: slots.Slots) -> Cache:
     """The base's, of the tokens as they are, and what is stored of them."""

@@ -209,11 +209,13 @@ def test_a_full_cache_takes_no_more():
 
 @pytest.mark.slow
 def test_bounds_of_quest_are_of_keys_as_they_came():
+  """An idle row's stay so when its newest keys have become codes."""
   stream = Stream.random(11)
   method = KIVI(Quest(8, page=4, dense_layers=0), group=GROUP, residual=R)
   layer = begun(method, stream, [18, 9])
   for step in range(7):
     layer.decode([18 + step, 9 + step])
+    layer.decode([19 + step, 10 + step], live=[False, False])
   for b, h in np.ndindex(2, 3):
     for page in range(4):
       keys = np.stack([rotate(stream.k[b, h, p], p) for p in range(4 * page, 4 * page + 4)])

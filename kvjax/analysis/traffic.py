@@ -35,12 +35,13 @@ _VIEWS = (
 _DECODES = (
   *("add", "sub", "mul", "and", "or", "gt", "lt", "select_n", "concatenate"),
   *("shift_left", "shift_right_arithmetic", "shift_right_logical", "bitcast_convert_type"),
+  *("exp2", "max", "min"),
 )
 _TAKES = ("gather", "dynamic_slice")
 _WRITES = ("scatter", "dynamic_update_slice")
 # What references see slots by; kernels have spans.
 _MASKS = "slots.pos", "heads.apart.pos", "heads.context_pos"
-_CODES = "slots.k", "slots.v", "heads.k_mean"
+_CODES = "slots.k", "slots.v", "heads.k_mean", "heads.k_scale", "heads.k_zero", "heads.k_power"
 _KEYS = "slots.k", "heads.held_k", "heads.apart.k", "heads.context_k"
 _VALUES = "slots.v", "heads.held_v", "heads.apart.v", "heads.context_v"
 
@@ -139,7 +140,8 @@ class _Walk:
       return [tuple(_View(v.name, v.share * left) for v in first)]
     if name == "select_n" and all(views[1:]) and len(_together(views[1:])) == 1:
       return [views[1]]
-    if name in _DECODES and all(v.name in self.codes for v in _together(views)):
+    repeats = name == "gather" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size  # by group
+    if (repeats or name in _DECODES) and all(v.name in self.codes for v in _together(views)):
       return [_together(views)]
     if name in _TAKES and first:
       self._taken(first, eqn.outvars[0].aval.size, eqn.invars[0].aval.size, times)

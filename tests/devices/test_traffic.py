@@ -91,6 +91,8 @@ def test_codes_are_read_where_what_they_stand_for_is():
   scales = (2 * 256 + 16) * 2 * 4 * 4
   assert sparse.others == pytest.approx(256 * TOKEN + scales, rel=0.05)
   assert sparse.chosen
+  groups = step_traffic(SPEC, kvjax.KIVI(kvjax.Quest(256, dense_layers=1)))[1]  # in 2 bits
+  assert (groups.attended, groups.tokens) == (256, 256 * TOKEN // 8 + 16 * TOKEN // 16)
 
 
 def test_what_short_rows_would_read_does_not_count():

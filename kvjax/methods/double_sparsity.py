@@ -18,6 +18,7 @@ from kvjax.core.fields import expect, least
 from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Attended, Plan
 from kvjax.families import sliding
+from kvjax.families.coded import Coded
 from kvjax.families.method import Aux
 from kvjax.families.selective import SelectiveTokens
 from kvjax.ops import attention, tiles
@@ -123,8 +124,7 @@ class DoubleSparsity(SelectiveTokens):
     held = cache.heads["channels"]
     _, best = jax.lax.top_k(cache.heads["importance"], held.shape[-1])
     fixed = cache.rows["fixed"][:, None, None]
-    cache = cache.put(heads={"channels": jnp.where(fixed, held, best)})
-    return cache.put(heads={"labels": label(cache.slots["k"], cache.heads["channels"])})
+    return _labelled(cache, jnp.where(fixed, held, best))
 
 
 settings.register(
@@ -140,6 +140,16 @@ settings.register(
 def label(x: Float[Array, "B K N H"], channels: Int[Array, "B K C"]) -> Float[Array, "B K N C"]:
   """The label channels of vectors."""
   return jnp.take_along_axis(x, channels[:, :, None], -1)
+
+
+def _labelled(cache: Cache, channels: Int[Array, "B K C"]) -> Cache:
+  """The cache with these label channels, and labels of all its tokens: of numbers, if of codes."""
+  method = cache.origin and cache.origin.method
+  while method is not None and not isinstance(method, Coded):
+    method = getattr(method, "base", None)
+  keys = (cache if method is None else method._of_base(cache)).slots["k"]
+  labels = label(keys, channels).astype(cache.heads["labels"].dtype)
+  return cache.put(heads={"channels": channels, "labels": labels})
 
 
 def channel_importance(
@@ -191,7 +201,7 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
     raise ValueError(
       f"channels: found shape {channels.shape}, expected ({len(served)}, {heads}, {count} or more)"
     )
-  size = sparse[0].slots["k"].shape[-1]
+  size = sparse[0].head_dim
   if channels.min() < 0 or channels.max() >= size:
     raise ValueError(
       f"channels: found {channels.min()} to {channels.max()}, expected 0 to {size - 1}"
@@ -202,9 +212,7 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
       return cache
     held = cache.heads["channels"]
     chosen = jnp.broadcast_to(jnp.asarray(own[:, :count], jnp.int32), held.shape)
-    labels = label(cache.slots["k"], chosen)
-    fixed = jnp.ones_like(cache.rows["fixed"])
-    return cache.put(heads={"channels": chosen, "labels": labels}, rows={"fixed": fixed})
+    return _labelled(cache, chosen).put(rows={"fixed": jnp.ones_like(cache.rows["fixed"])})
 
   fixed = [fix(cache, own) for cache, own in zip(served, channels, strict=True)]
   return sliding.rejoined(caches, fixed)

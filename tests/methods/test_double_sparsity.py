@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax import Attended, DoubleSparsity, State, settings
+from kvjax import Attended, DoubleSparsity, Quantised, State, settings
 from kvjax.families import sight
 from kvjax.methods import double_sparsity
 from kvjax.models.decode.generate import prefill
@@ -141,18 +141,20 @@ def test_only_tokens_with_a_label_are_scored():
   assert (new[0] != old[0]).any()
 
 
-def test_live_caches_are_labelled_anew():
+@pytest.mark.parametrize("over", [lambda m: m, Quantised], ids=["alone", "codes"])
+def test_live_caches_are_labelled_anew(over):
   """Channels that come late give what channels that were there from the start give."""
-  m = DoubleSparsity(budget=12, channels=4)
+  m = over(DoubleSparsity(budget=12, channels=4))
   given = np.random.default_rng(1).permuted(np.tile(np.arange(16), (4, 2, 1)), axis=-1)
 
   def start():
-    return m.init_caches(model().spec(2, 64))
+    return m.init_caches(model().spec(2, 64, jnp.bfloat16))
 
   early = double_sparsity.calibrated(start(), given)
   _, early = prefill(model(), TOKENS[:, :23], LENGTHS, early, m)
   _, late = prefill(model(), TOKENS[:, :23], LENGTHS, start(), m)
   late = double_sparsity.calibrated(late, given)
+  assert jax.tree.map(jax.typeof, early) == jax.tree.map(jax.typeof, start())
   for a, b in zip(early, late, strict=True):
     used = (np.asarray(a.pos) >= 0)[..., None]
     np.testing.assert_array_equal(a.heads["channels"], b.heads["channels"])

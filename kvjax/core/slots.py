@@ -183,7 +183,7 @@ def pool(
 
 
 def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
-  """Leaf by leaf: `new` where the row is ok, else `old`; every leaf leads with B.
+  """Leaf by leaf: `new` where the row is ok, else `old`, whose dtype it is; all lead with B.
 
   `OwnRows` are new: they have been written row by row.
   """
@@ -191,6 +191,6 @@ def choose_rows(ok: Bool[Array, " B"], new: Tree, old: Tree) -> Tree:
   def pick(a: Any, b: Any) -> Any:
     if a is b or isinstance(a, OwnRows):
       return a
-    return jnp.where(ok.reshape(ok.shape + (1,) * (a.ndim - 1)), a, b)
+    return jnp.where(ok.reshape(ok.shape + (1,) * (a.ndim - 1)), a.astype(b.dtype), b)
 
   return jax.tree.map(pick, new, old, is_leaf=lambda x: isinstance(x, OwnRows))

@@ -51,13 +51,8 @@ class ETF(Wrapper):
   kv: str = one_of(("previous", "project"), "project")
 
   @property
-  def _freezes(self) -> bool:
-    """True if there can be a layer that freezes something."""
-    return self.psi < 1 and self.gamma > 0 and self.start < 1
-
-  @property
   def traits(self) -> Traits:
-    base, whole = self.base.traits, not self._freezes
+    base, whole = self.base.traits, self.psi == 1 or self.gamma == 0 or self.start == 1
     return super().traits.but(
       projects_all=self.kv == "project",
       spreads=base.spreads,
@@ -70,10 +65,6 @@ class ETF(Wrapper):
     if layer == 0:
       return 0
     return depth.share(self.psi, self.gamma, self.start, layer, layers)
-
-  def _freezes_in(self, layer: int, layers: int) -> bool:
-    """True if there is such a layer, and it takes keys from the one below."""
-    return layer < layers and self._share(layer, layers) > 0
 
   def active(self, at: At, tokens: int, total: Int[Array, " B"]) -> Active | None:
     """The first tokens and, in one piece, the end of the prompt."""
@@ -102,7 +93,8 @@ class ETF(Wrapper):
     below = [heads.pop(name, None) for name in ("below_k", "below_v")]
     if prompt.index is not None:
       k, v = (chunks.put(old, prompt, new, 2) for old, new in zip(below, (k, v), strict=True))
-    if at.of_layer(lambda layer: self._freezes_in(layer + 1, at.env.layers)):
+    layers = at.env.layers
+    if at.of_layer(lambda layer: layer + 1 < layers and self._share(layer + 1, layers) > 0):
       heads |= {"below_k": k, "below_v": v}
     return k, v, dataclasses.replace(carry, heads=heads)
 

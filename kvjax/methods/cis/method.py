@@ -90,11 +90,6 @@ class CIS(Method):
     """m, how many tokens of a shared retrieval gain neighbours."""
     return self.k // 3 if self.m is None else self.m
 
-  @property
-  def _widest(self) -> int:
-    """Tokens of a dilated retrieval, at most."""
-    return self.k + 2 * self.radius * self._dilated
-
   def _scans(self, spec: CacheSpec) -> tuple[float, float]:
     """Once a block where all queries share, in every step where none does."""
     return (1 / self.block if self.tau < 1 else 1.0), (1 / self.block if self.tau <= -1 else 1.0)
@@ -109,8 +104,9 @@ class CIS(Method):
     units = 1 if self.per == "kv_head" else spec.groups
     judged = 1 if self.agree == "mean" else spec.groups
     of = partial(Leaf, in_place=True)
-    # No more than there are tokens, and neighbours after the newest.
-    wide = self.block, units, min(self._widest, spec.capacity + self.radius)
+    # Of a dilated retrieval: no more than there are tokens, and neighbours after the newest.
+    widest = min(self.k + 2 * self.radius * self._dilated, spec.capacity + self.radius)
+    wide = self.block, units, widest
     return {
       **super().leaves(spec, layer),
       "queries": of("heads", (self.block, judged, spec.head_dim)),  # of norm 1

@@ -77,12 +77,6 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     usual = super().traits.but(positional=False, chunkable=False, wants_logits=True)
     return usual.but(endless=True, by_layer=True, stream=Stream(self.chunk))
 
-  @property
-  def _persists(self) -> bool:
-    """True if decoding goes on with the blocks of the last chunk."""
-    stream = self.traits.stream
-    return stream is not None and stream.persists
-
   # ---- shapes
 
   def capacity(self, spec: CacheSpec, layer: int) -> int:
@@ -193,12 +187,6 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     beyond = pos - self.init_tokens
     turned = self.init_tokens + slots.remainder(beyond, size - self.init_tokens)
     return jnp.where(beyond < 0, pos, turned)
-
-  def _window_slots(self, cache: Cache) -> tuple[Int[Array, "B 1"], Int[Array, "B 1"]]:
-    """Slots of the window, [start, stop); beyond the last one the ring goes on at its beginning."""
-    first = self._first(cache)[:, None]
-    start = self._slot_of(first, cache.size)
-    return start, start + cache.seen[:, None] - first
 
   def _near(self, cache: Cache, new: slots.Slots) -> slots.Slots:
     """Window and chunk side by side; position −1 where a token has left, or is far."""
@@ -314,15 +302,6 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
 
   # ---- moves: decode
 
-  def _sees_alone(self, at: At) -> None:
-    """Raises for an override of what a query sees: nothing here would ask for it."""
-    for move in ("window", "span"):
-      if forms.overrides(at.top, move):
-        raise NotImplementedError(
-          f"{at.name}.{move}: found an override over {type(self).__name__}, expected none: it "
-          "attends to its own window and to retrieved blocks"
-        )
-
   def victim(self, at: At, cache: Cache) -> Int[Array, "B K"]:
     """The next slot of the ring: its token has left long ago."""
     slot = self._slot_of(cache.seen, cache.size)
@@ -332,8 +311,14 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan, carry: Carry
   ) -> tuple[Plan, Attended, Carry]:
     """Of everything near and far, once the step's blocks are on the device; notes `Retrieved`."""
-    self._sees_alone(at)
-    if not self._persists:
+    for move in ("window", "span"):  # nothing here would ask for it
+      if forms.overrides(at.top, move):
+        raise NotImplementedError(
+          f"{at.name}.{move}: found an override over {type(self).__name__}, expected none: it "
+          "attends to its own window and to retrieved blocks"
+        )
+    stream = self.traits.stream
+    if stream is None or not stream.persists:
       assert visible.live is not None  # of a step
       qpos, live = (cache.seen - 1)[:, None], visible.live[:, None]
       similarity = self.similarity(at, cache, q[:, :, :, None], None, qpos)
@@ -344,16 +329,17 @@ class Streamed(Method, moves=("summaries", "summarise", "similarity", "choose", 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
     """Softmax over near and retrieved tokens; the logits are those of the slots."""
     k, v = cache.slots["k"], cache.slots["v"]
-    window = self._window_slots(cache)
-    near, logits = decode.attend_ring(at, q, k, v, *window, self.init_tokens)
+    first = self._first(cache)[:, None]
+    start, count = self._slot_of(first, cache.size), cache.seen[:, None] - first
+    # Beyond the last slot the window goes on at the beginning of the ring.
+    near, logits = decode.attend_ring(at, q, k, v, start, start + count, self.init_tokens)
     turned = self._turned(at, q[:, :, :, None], (cache.seen - 1)[:, None])[:, :, :, 0]
     held, tiles = (cache.heads["held_k"], cache.heads["held_v"]), self._far_tiles(cache)
     far = decode.attend_entries(at, turned, *held, tiles, self.block)
     kept, gone = cache.rows["kept"], cache.rows["gone"][:, None]
     firsts = jnp.where(gone > 0, self.init_tokens, 0)
     blocks = (kept >= 0).sum(-1, keepdims=True, dtype=jnp.int32)
-    visited = cache.seen[:, None] - self._first(cache)[:, None] + firsts + self.block * blocks
-    visited = jnp.broadcast_to(visited, cache.pos.shape[:2])
+    visited = jnp.broadcast_to(count + firsts + self.block * blocks, cache.pos.shape[:2])
     slot = jnp.broadcast_to(jnp.arange(cache.size, dtype=jnp.int32), cache.pos.shape)
     return Attended(softmax_state.merge(near, far), logits, slot, visited)
 

@@ -129,8 +129,7 @@ class Conversation:
     Raises:
       ValueError: the conversation is too long for the caches.
     """
-    files, self._files = self._files, []
-    message = "\n\n".join([*files, message])
+    message = "\n\n".join([*self._files, message])
     asked = {"role": "user", "content": message}
     live, ids = self._live, self._tokens(asked)
     if live is not None and live.begun != ids[: len(live.begun)]:  # another message was begun
@@ -148,6 +147,7 @@ class Conversation:
     seen = 0 if live is None else int(caches[0].seen[0])
     what = f"the conversation and --steps {steps}"
     turn.check_context(self._model, self.method, seen, new + steps, what)
+    files, self._files = self._files, []  # a message that was refused has taken none
     shown: list[str] = []
     taken, streamer = turn.Turn(), console.Streamer()
     self._live = None  # the drivers take the caches over

@@ -119,11 +119,15 @@ def test_a_context_that_is_outgrown_is_said_before_anything_is_read(loaded, monk
     chat.Conversation(model, tokenizer, ARGS).ask("Who?")
 
 
-def test_a_conversation_ends_where_the_caches_do(talk):
+def test_a_conversation_ends_where_the_caches_do(talk, tmp_path):
+  """A file waits for a message that fits."""
+  (tmp_path / "notes.txt").write_text("Notes.", "utf-8")
+  chat.obey(talk, f"/file {tmp_path}/notes.txt")
   with pytest.raises(ValueError, match="room for 256 of --length 256: /clear begins a new one"):
     talk.ask("word " * 60)
   assert talk.messages == []
   talk.ask("Who?")
+  assert talk.messages[0]["content"] == "Notes.\n\nWho?"
 
 
 def test_an_answer_that_is_stopped_is_kept(talk, monkeypatch):

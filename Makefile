@@ -16,8 +16,9 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-installed
 TEST_READY := $(VENV)/.test-installed
 DOCS_READY := $(VENV)/.docs-installed
-# Tests of one method, or of one file, share compiled programs: one worker runs them.
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope
+# Tests of one method, or of one file, share compiled programs: one worker runs them. In order: of
+# the files with few tests several are long, and would come last.
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python and pytest keep what they compiled, even where the environment says otherwise.

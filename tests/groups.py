@@ -16,7 +16,7 @@ def group(test: str) -> str:
 
 
 class ByPrograms(LoadScopeScheduling):
-  """Hands out whole groups, the largest first."""
+  """Hands out whole groups."""
 
   def _split_scope(self, nodeid: str) -> str:
     return group(nodeid)

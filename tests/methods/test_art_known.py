@@ -109,5 +109,6 @@ class Known(ART):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_known_lengths_obey_the_laws():
   check(Known)

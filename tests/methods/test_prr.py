@@ -238,6 +238,7 @@ def test_the_grid():
 
 
 @pytest.mark.core(1)
+@pytest.mark.rest
 @pytest.mark.parametrize("base", [QUEST, INFLLM], ids=["quest", "infllm"])
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 @pytest.mark.parametrize(

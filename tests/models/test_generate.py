@@ -242,7 +242,7 @@ SOME_STEPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.rest
+@pytest.mark.rest(12)
 @pytest.mark.parametrize(
   ("name", "how", "counts"),
   [("InfLLM", how, counts) for how, counts, _ in SOME_STEPS]

@@ -49,6 +49,7 @@ def theirs(name):
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("method", beside.METHODS)
 @pytest.mark.parametrize("name", NAMES)
 def test_integration(name, method):

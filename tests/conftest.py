@@ -156,17 +156,6 @@ def jax_config():
     jax.config.update(name, value)
 
 
-def pytest_addoption(parser):
-  parser.addoption("--programs", metavar="FILE", help="append what each test compiles and takes")
-
-
-def pytest_configure(config):
-  if path := config.getoption("--programs"):
-    from tests.programs import Recorder
-
-    config.pluginmanager.register(Recorder(pathlib.Path(path)))
-
-
 def pytest_collection_modifyitems(items):
   mark_rest(items)
 

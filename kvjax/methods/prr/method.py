@@ -189,7 +189,7 @@ class PRR(Wrapper):
     guess: Plan | None = None,
   ) -> tuple[Plan, Foreseen, Attended | None]:
     """S, the next Ŝ, and attention over this one (`guess`) where the launch that scores does it."""
-    if selection.searches_together(at):  # for S and for the next Ŝ as one
+    if self._together(at):
       beside, rho = self._beside(at, cache, visible, guess, q), self._ratio_of(cache)
       true, ahead = speculation.select_both(at, cache, self._selector, beside, visible, rho)
       assert ahead.table is not None
@@ -198,6 +198,10 @@ class PRR(Wrapper):
     true = self._selector._select(at, cache, scores, visible)
     state, forecast = self._predictor.advanced(cache, scores)
     return true, self._foreseen(at, cache, state, forecast), None
+
+  def _together(self, at: At) -> bool:
+    """True where the searches for S and the next Ŝ are made as one; a bench tells them apart."""
+    return selection.searches_together(at)
 
   def _beside(
     self, at: At, cache: Cache, visible: Plan, guess: Plan | None, q: Float[Array, "B K G H"]

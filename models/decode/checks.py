@@ -47,15 +47,15 @@ def stops(stop: Iterable[int], vocab: int) -> tuple[int, ...]:
   return tuple(whole("stop", token, 0, vocab) for token in stop)
 
 
-def stop_strings(strings: Iterable[str]) -> tuple[str, ...]:
-  """Stop strings."""
+def stop_strings(strings: Iterable[str], name: str = "stop_strings") -> tuple[str, ...]:
+  """Stop strings, of an argument of this name."""
   listed = isinstance(strings, Iterable) and not isinstance(strings, str | bytes)
   found = tuple(strings) if listed else ()
   if not listed or not all(isinstance(text, str) and text for text in found):
     wrong = list(found) if listed else strings
-    raise ValueError(f"stop_strings: found {wrong!r}, expected a list of non-empty strings")
+    raise ValueError(f"{name}: found {wrong!r}, expected a list of non-empty strings")
   for text in found:
-    check_unicode(text, "stop_strings")
+    check_unicode(text, name)
   return found
 
 

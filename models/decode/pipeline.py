@@ -99,7 +99,7 @@ class Pipeline:
     listed = isinstance(prompt, Collection) and not isinstance(prompt, str | bytes | Mapping)
     one = not listed or isinstance(next(iter(prompt), None), Mapping)
     ids = [self._ids(each, raw) for each in ([prompt] if one else prompt)]
-    steps = checks.whole("steps", steps, 1)
+    steps, stop = checks.whole("steps", steps, 1), checks.stop_strings(stop, "stop")
     if not ids:
       raise ValueError("prompt: found no prompt, expected a text, messages, or a list of them")
     tokens, lengths = pad(ids)

@@ -80,6 +80,8 @@ def test_what_is_no_prompt_is_refused(ask, untyped):
       ask(given)
   with pytest.raises(ValueError, match="steps: found -100, expected at least 1"):
     ask(QUESTION, steps=-100)
+  with pytest.raises(ValueError, match="stop: found 'x', expected a list of non-empty strings"):
+    ask(QUESTION, stop="x")
   with pytest.raises(TypeError, match=r"expected a text \(raw\), or messages"):
     ask([{"role": "user", "content": "x"}], raw=True)
   with pytest.raises(ValueError, match=r"method: found 'snapkw', .*did you mean 'snapkv'"):

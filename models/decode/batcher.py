@@ -263,10 +263,7 @@ class Batcher:
     Raises:
       ValueError: no request has had that number.
     """
-    if not 0 <= checks.whole("request", request, 0) < self._next:
-      raise ValueError(
-        f"request: found {request}, expected one of {self._next} that were submitted"
-      )
+    request = checks.whole("request", request, 0, self._next)
     if (found := self._known.get(request)) is not None:
       self._end(found, "cancelled")
       found.tell()

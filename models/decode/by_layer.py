@@ -81,10 +81,10 @@ class ByLayer:
       x, handed = _embed(form, leaves, tokens), (_carry(method, caches),)
       told = lengths, total
       large = method.traits.stream is None and tokens.size >= LARGE
-      run = _prefill_large if large else _prefill
-      head = functools.partial(_predict.lower, form, all_logits, leaves, x, lengths)
+      run, last = (_prefill_large, _head_large) if large else (_prefill, _head)
+      head = functools.partial(last.lower, form, all_logits, leaves, x, lengths)
       x, new, _, reports = self._through(head, run, method, past, caches, x, told, handed)
-      logits = _predict(form, all_logits, leaves, x, lengths)
+      logits = last(form, all_logits, leaves, x, lengths)
       if forms.overrides(method, "conclude"):
         new = self.model.by_served(functools.partial(_conclude, method), new, lengths)
     return (logits, new, reports) if with_aux else (logits, new)
@@ -256,10 +256,12 @@ def _embed_next(form: Form, first: Form, env: Env, leaves: Any, own: Any, tokens
   return x, jnp.zeros(parts.shape, parts.dtype)
 
 
-@flat.own
-@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=_UNTIMED)
 def _predict(form: Form, all_logits: bool, leaves: Any, x: Any, lengths: Any) -> Any:
   return join(form, leaves).predict(x, lengths, all_logits)
+
+
+_head = flat.own(jax.jit(_predict, static_argnums=(0, 1)))
+_head_large = flat.own(jax.jit(_predict, static_argnums=(0, 1), compiler_options=_UNTIMED))
 
 
 @flat.own

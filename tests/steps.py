@@ -164,7 +164,15 @@ def env(impl):
 
 
 def implementation(
-  method, layer=0, past=0, tokens=8192, dtype=jnp.bfloat16, head_dim=128, impl="auto", soft_cap=None
+  method,
+  layer=0,
+  past=0,
+  tokens=8192,
+  dtype=jnp.bfloat16,
+  head_dim=128,
+  impl="auto",
+  soft_cap=None,
+  rows=1,
 ):
   """What attends to a prompt."""
   at, names = method.at(dataclasses.replace(env(impl), soft_cap=soft_cap), layer), []
@@ -172,10 +180,10 @@ def implementation(
   def trace(k, valid):
     prompt = Prompt.of(at, tokens, valid, valid, past)
     qpos = prompt.query_index()
-    q = jnp.zeros((1, 1, 1, qpos.shape[1], head_dim), dtype)
+    q = jnp.zeros((rows, 1, 1, qpos.shape[1], head_dim), dtype)
     chunk = sight.of(at, qpos, prompt)
     names.append(prefill._prompt_implementation(at, {"k": k}, q, chunk)[0])
 
-  k = jax.ShapeDtypeStruct((1, 1, tokens + (past or 0), head_dim), dtype)
-  jax.eval_shape(trace, k, jax.ShapeDtypeStruct((1,), jnp.int32))
+  k = jax.ShapeDtypeStruct((rows, 1, tokens + (past or 0), head_dim), dtype)
+  jax.eval_shape(trace, k, jax.ShapeDtypeStruct((rows,), jnp.int32))
   return names[0]

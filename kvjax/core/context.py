@@ -36,9 +36,8 @@ class Env:
     layers: L.
     rope: the model's rotary embedding.
     impl: "auto" (the fastest that exists, does what the method needs and runs on the device),
-      "reference", "pallas", "jax-triton" (decode only) or "cudnn" (prompts only; a window or a
-      part of a prompt takes the Pallas kernel beside it); one that is missing, or cannot do it,
-      raises.
+      "reference", "pallas", "jax-triton" (decode only) or "cudnn" (whole prompts only, of layers
+      that attend to all of them); one that is missing, or cannot do it, raises.
     tile: slots per tile of a plan that covers the whole cache.
     head_axis: mesh axis over which key/value heads are sharded (inside shard_map), or None.
     slot_axis: mesh axis over which the slots of caches are sharded (inside shard_map), or None.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 from jaxtyping import Array, Int
 
 from kvjax.core.cache import Cache
@@ -40,7 +38,6 @@ def of(at: At, qpos: Int[Array, "B A"], prompt: Prompt) -> Chunk:
   return Chunk(
     prompt,
     at.top.window(at, qpos),
-    functools.partial(at.top.window, at),
     aligned=(prompt.past == 0 or at.top.traits.positional) and not forms.overrides(at.top, "stage"),
   )
 

@@ -1,14 +1,12 @@
-"""Attention of a prompt, or a chunk of one: cuDNN, a kernel, both, or the reference."""
+"""Attention of a prompt, or a chunk of one: a kernel, cuDNN, or the reference."""
 
 import dataclasses
-import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from kvjax.core.context import At, Prompt
@@ -20,10 +18,10 @@ from kvjax.primitives.softmax_state import State
 
 declare(
   "attend_prompt",
+  hopper="kvjax.kernels.prefill.hopper:prefill_attention",
   cudnn="kvjax.kernels.prefill.cudnn:attend_causal",
   pallas="kvjax.kernels.prefill.dense:prefill_attention",
 )
-declare("attend_prompt_pieces", cudnn="kvjax.kernels.prefill.pieces:attend_in_pieces")
 declare("column_mass", pallas="kvjax.kernels.prefill.dense:column_mass")
 
 
@@ -34,13 +32,11 @@ class Chunk:
   Attributes:
     prompt: the chunk.
     seen: the part of the past that they see; None: everything.
-    window: the same of any positions [B, T], for what has to be known beforehand.
     aligned: whether the staged slots carry their positions, from 0 on; else the chunk stands last.
   """
 
   prompt: Prompt
   seen: Window | None
-  window: Callable[[Array], Window | None]
   aligned: bool
 
 
@@ -102,26 +98,19 @@ def attend_anywhere(at: At, held: Slots, q: Array, qpos: Array, past: int = 0) -
 def _prompt_implementation(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[str, Callable]:
   """Implementation of a prompt's attention, its name and function; raises if that asked for cannot.
 
-  Asked for by name, "cudnn" is cuDNN alone or "pieces": cuDNN where it can, and the kernel for what
-  is left. "auto" leaves the pieces alone until they are measured.
+  "auto" takes "hopper", the kernel for those cards, where cuDNN cannot, and for several rows, of
+  which it reads what is there. A whole prompt of one row takes hardly longer by cuDNN, and a second
+  less to compile (`scripts/results/nvidia-h200/prefill_hopper.txt`).
   """
   named, narrow = at.env.impl, staged["k"].dtype.itemsize == 2
-  able: tuple[str, ...]
-  if named == "auto":
-    # Float32 products of the kernels would leave the matrix units unused.
-    able = ("cudnn", "pieces", "pallas") if narrow and jax.default_backend() == "gpu" else ()
-    able = able if _has_cudnn() else able[2:]
-  else:
-    asked = {"cudnn": ("cudnn", "pieces"), "pallas": ("pallas",)}
-    able = asked.get(named, ())
+  able: tuple[str, ...] = (named,) if named in ("cudnn", "pallas") else ()
+  # Float32 products of the kernels would leave the matrix units unused.
+  if named == "auto" and narrow and jax.default_backend() == "gpu":
+    best = ("cudnn", "hopper") if len(q) == 1 else ("hopper", "cudnn")
+    able = (*best, "pallas") if _has_cudnn() else ("pallas",)
   beyond = ""
   for impl in able:
-    if impl == "pieces":
-      blocks, beyond = _pieces(at, staged, q, chunk)
-      if blocks:
-        run = kernel("attend_prompt_pieces", "cudnn")
-        return impl, functools.partial(run, blocks=blocks)
-    elif not (beyond := _beyond_prompt(at, staged, chunk, impl)):
+    if not (beyond := _beyond_prompt(at, staged, q, chunk, impl)):
       return impl, kernel("attend_prompt", impl)
   if beyond and named != "auto":
     raise NotImplementedError(f"attend_prompt: {at.name} {beyond}")
@@ -134,13 +123,20 @@ def _has_cudnn() -> bool:
   return capability[0].isdigit() and float(capability) >= 8
 
 
-def _beyond_prompt(at: At, staged: Slots, chunk: Chunk, impl: str) -> str:
+def _beyond_prompt(at: At, staged: Slots, q: Array, chunk: Chunk, impl: str) -> str:
   """The part of a prompt's attention that the implementation lacks, in words; empty if none."""
-  head_dim = staged["k"].shape[3]
+  dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
   if impl == "pallas":
     return f"has heads of {head_dim}; 'pallas' takes up to 256" if head_dim > 256 else ""
-  if beyond := _beyond_cudnn(at, staged):
-    return beyond
+  if at.env.soft_cap is not None:
+    return f"caps its logits (soft_cap = {at.env.soft_cap}); {impl!r} does not"
+  if impl == "hopper":
+    takes = importlib.import_module("kvjax.kernels.prefill.hopper").takes
+    return "" if takes(q, dtype) and _by_position(at, chunk) else "has what 'hopper' does not take"
+  if dtype.itemsize != 2 or head_dim % 8 or head_dim > 128:
+    return (
+      f"has heads of {head_dim} {dtype.name}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
+    )
   if chunk.seen is not None:
     return "has a window in this layer; 'cudnn' attends to all that came before"
   if chunk.prompt.past != 0 or chunk.prompt.index is not None or not chunk.aligned:
@@ -148,37 +144,11 @@ def _beyond_prompt(at: At, staged: Slots, chunk: Chunk, impl: str) -> str:
   return ""
 
 
-def _beyond_cudnn(at: At, staged: Slots) -> str:
-  if at.env.soft_cap is not None:
-    return f"caps its logits (soft_cap = {at.env.soft_cap}); 'cudnn' does not"
-  dtype, head_dim = staged["k"].dtype, staged["k"].shape[3]
-  if dtype.itemsize == 2 and head_dim % 8 == 0 and head_dim <= 128:
-    return ""
-  return (
-    f"has heads of {head_dim} {dtype.name}; 'cudnn' takes up to 128 of 16 bits, a multiple of 8"
-  )
-
-
-def _pieces(at: At, staged: Slots, q: Array, chunk: Chunk) -> tuple[tuple, str]:
-  """Blocks of queries that cuDNN can attend to in pieces, or why there are none, in words."""
-  if beyond := _beyond_cudnn(at, staged):
-    return (), beyond
-  prompt, window, past = chunk.prompt, chunk.seen, chunk.prompt.past
-  apart = 0 if prompt.index is None else prompt.apart
-  if apart is None or past is None or at.env.slot_axis or not chunk.aligned:
-    return (), "attends to slots in no order that is known; 'cudnn' takes neighbours"
-  if window is not None and (past or window.by_head or window.view is not None):
-    return (), "has a window in this layer that 'cudnn' cannot cut into pieces"
-  queries = q.shape[3]
-  before = past + prompt.tokens - queries + apart
-  first = None
-  if window is not None:
-    with jax.ensure_compile_time_eval():  # a window is made of positions, and those are known
-      every = chunk.window(jnp.arange(prompt.tokens, dtype=jnp.int32)[None])
-      first = None if every is None else np.asarray(every.first)[0]
-  plan = importlib.import_module("kvjax.kernels.prefill.pieces").plan
-  blocks = plan(queries, apart, before, first, 0 if window is None else window.sinks)
-  return blocks, "" if blocks else "has too few queries in a window's reach for 'cudnn'"
+def _by_position(at: At, chunk: Chunk) -> bool:
+  """True if slots are positions, which all heads see alike."""
+  seen = chunk.seen
+  alike = seen is None or not (seen.by_head or seen.view is not None)
+  return alike and chunk.aligned and not at.env.slot_axis
 
 
 def column_mass(

@@ -4,7 +4,8 @@ An operation declares its kernels beside its reference by name; they are importe
 "reference" always exists; a kernel that is asked for by name and does not exist, or does not take
 these operands, raises. "auto" means: the Pallas kernel on a GPU where there is one that has run
 there, does all that the method needs and finds the shared memory that it needs, the reference
-otherwise; for a prompt, cuDNN's attention before either, where it does.
+otherwise; for a prompt, on Hopper a kernel of its own, else cuDNN's attention before either, where
+it does.
 """
 
 import functools

@@ -11,15 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.primitives.softmax_state import State
 
-Result = tuple[State, Array]
-
 
 def attend_causal(
   q: Float[Array, "B K G T H"],
   k: Float[Array, "B K T H"],
   v: Float[Array, "B K T H"],
   valid: Int[Array, " B"],
-) -> Result:
+) -> tuple[State, Float[Array, "B K G T H"]]:
   """Query t of a row sees its slots 0 … t; slots from `valid` on are padding and may hold NaN.
 
   Args:
@@ -30,36 +28,21 @@ def attend_causal(
     The softmax state in float32, empty for padding; its m is the log-sum-exp and its l is 1. And
     o as cuDNN gives it, in the dtype of q.
   """
-  return _attend(q, k, v, valid, valid, MaskType.PADDING_CAUSAL)
-
-
-def attend_all(
-  q: Float[Array, "B K G T H"],
-  k: Float[Array, "B K S H"],
-  v: Float[Array, "B K S H"],
-  valid: Int[Array, " B"],
-  slots: Int[Array, " B"],
-) -> Result:
-  """Every one of a row's `valid` queries sees its first `slots` slots; else as `attend_causal`."""
-  return _attend(q, k, v, valid, slots, MaskType.PADDING)
-
-
-def _attend(q: Array, k: Array, v: Array, valid: Array, slots: Array, mask: MaskType) -> Result:
-  batch, heads, groups, queries, head_dim = q.shape
-  held = (jnp.arange(k.shape[2]) < slots[:, None])[:, None, :, None]
-  k, v = (jnp.where(held, x, 0) for x in (k, v))
+  batch, heads, groups, tokens, head_dim = q.shape
+  real = jnp.arange(tokens) < valid[:, None]
+  k, v = (jnp.where(real[:, None, :, None], x, 0) for x in (k, v))
+  lengths = jnp.maximum(valid, 1).astype(jnp.int32)
   o, lse = dot_product_attention(
-    q.reshape(batch, heads * groups, queries, head_dim),
+    q.reshape(batch, heads * groups, tokens, head_dim),
     k,
     v,
-    q_seqlen=jnp.maximum(valid, 1).astype(jnp.int32),
-    kv_seqlen=jnp.maximum(slots, 1).astype(jnp.int32),
+    q_seqlen=lengths,
+    kv_seqlen=lengths,
     scale=head_dim**-0.5,
-    mask_type=mask,
+    mask_type=MaskType.PADDING_CAUSAL,
     qkv_layout="BNTH",
     return_residual=True,
   )
-  real = (jnp.arange(queries) < valid[:, None]) & (slots > 0)[:, None]
   real = real[:, None, None]
   o = jnp.where(real[..., None], o.reshape(q.shape), 0)
   lse = jnp.where(real, lse.reshape(q.shape[:-1]), -jnp.inf)

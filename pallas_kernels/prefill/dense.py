@@ -2,7 +2,8 @@
 
 A library does plain causal attention; this kernel does what a library cannot: windows that differ
 from query to query (sinks and [first, t]), queries at any positions (later chunks against a cache,
-or a part of a prompt), slots in any order. Its work is what the queries see, to within a tile: a
+or a part of a prompt), slots in any order. On Hopper, where slots are positions, `hopper` does all
+but the last. Its work is what the queries see, to within a tile: a
 program walks the tiles between the bounds of its block of queries and masks those on the edges.
 
 Grid: one program per query head and block of queries, the last blocks, which see most, first.
@@ -118,8 +119,8 @@ def _attend_kernel(
   *refs: Any, groups: int, cut: Blocking, scale: tiling.Scale, sinks: int, past: int, has: Any
 ) -> None:
   """q [R, A, H] (and one for sinks), k, v [R/G, S, H], qpos [B, A], first [B or R/G, A],
-  pos [R/G, S], reach [A], o [R, A, H] and lse [R, A] of before -> o [R, A, H], m, l [R, A], with
-  R = B·K·G; operands that `has` does not list are left out. `past`: see `prefill_attention`.
+  pos [R/G, S], reach [A] -> o [R, A, H], m, l [R, A], with R = B·K·G; operands that `has` does not
+  list are left out. `past`: see `prefill_attention`.
   """
   operands = dict(zip(has, refs[:-3], strict=True))
   q_ref, k_ref, v_ref, qpos_ref = (operands[name] for name in ("q", "k", "v", "qpos"))
@@ -181,12 +182,6 @@ def _attend_kernel(
     return (at >= 0)[None, :]
 
   carry, exists = tiling.start(cut.rows, columns.size), t < queries
-  if "o" in operands:
-    lse = backend.load(operands["lse"], row, t, mask=exists, other=-jnp.inf)
-    seen = lse > -jnp.inf
-    mask = seen[:, None] & inside[None, :]
-    o = backend.load(operands["o"], row, *of_query, mask=mask).astype(jnp.float32)
-    carry = tiling.Carry(o, lse * tiling.LOG2E, seen.astype(jnp.float32))
   newest = qpos.max()
   if reach_ref is None:
     high = pl.cdiv(newest + 1, tile)
@@ -212,9 +207,8 @@ def _attend_kernel(
     carry = walk(carry, q, whole, end, None)
     carry = walk(carry, q, end, high, in_window)
   o, m, l = tiling.finish(carry)
-  if "o" not in operands:
-    o = jnp.where(real[:, None], o, 0)
-    m, l = jnp.where(real, m, -jnp.inf), jnp.where(real, l, 0.0)
+  o = jnp.where(real[:, None], o, 0)
+  m, l = jnp.where(real, m, -jnp.inf), jnp.where(real, l, 0.0)
   mask = exists[:, None] & inside[None, :]
   backend.store(o_ref, row, *of_query, value=o.astype(o_ref.dtype), mask=mask)
   backend.store(m_ref, row, t, value=m, mask=exists)
@@ -233,7 +227,6 @@ def prefill_attention(
   pos: Int[Array, "B K S"] | None = None,
   reach: Int[Array, " A"] | None = None,
   past: int = 0,
-  before: tuple[Float[Array, "B K G A H"], Float[Array, "B K G A"]] | None = None,
   soft_cap: float | None = None,
   cut: Blocking | None = None,
   interpret: bool | None = None,
@@ -255,8 +248,6 @@ def prefill_attention(
     pos: positions of the slots, int32, −1 = empty; None: a slot is its position.
     reach: with `pos`: for each query how many leading slots can hold what it sees; None: all.
     past: with `pos`: leading slots that are empty or that every query sees.
-    before: o in the dtype of q and log-sum-exp, float32, of what queries have seen elsewhere, and
-      which is gone on from (−∞: nothing), also where a query is padding here; None: nothing.
     soft_cap: c of logits c·tanh(x/c); None: x itself.
     cut: how the work is cut; by shape if None.
     interpret: run under the Pallas interpreter; None: wherever the default backend is no GPU.
@@ -278,9 +269,6 @@ def prefill_attention(
   if pos is not None:
     reach = jnp.full(queries, k.shape[2], jnp.int32) if reach is None else reach
     flat |= {"pos": pos.reshape(-1, pos.shape[2]), "reach": reach}
-  if before is not None:
-    flat |= {"o": before[0].reshape(rows, queries, head_dim)}
-    flat |= {"lse": before[1].reshape(rows, queries)}
   cut = cut or blocking(
     queries, head_dim, q.dtype.itemsize, interpret=backend.interpreted(interpret)
   )

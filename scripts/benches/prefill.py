@@ -153,7 +153,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
 
   contenders = [
     contender("kvjax", "auto"),
-    *optional("in pieces", lambda: contender("in pieces", "cudnn")),
+    *(() if quick else [contender("our kernel", "pallas")]),
     jax_contender("dense", _attend(kvjax.Full(), "auto", **options), [(q, k, v)], **few),
   ]
   seen = visible(method, at, tokens) / (tokens * (tokens + 1) / 2)
@@ -237,8 +237,6 @@ def model_case(name: str, tokens: int, quick: bool) -> Case:
   ways = {"kvjax": (ours, "auto"), "Full": (full, "auto"), "ETF": (kvjax.ETF(), "auto")}
   ways |= {"PSAW": (kvjax.PSAW(), "auto"), "every layer": (kvjax.ETF(start=0.0), "auto")}
   ways["check"] = ours, "reference" if quick else "pallas"
-  if not quick:  # what is dense by cuDNN, which has no CPU
-    ways["in pieces"] = ours, "cudnn"
   made = together(functools.partial(program, model, m, tokens, impl) for m, impl in ways.values())
   run = {
     n: functools.partial(timed, model, method, tokens, compiled)

@@ -71,7 +71,7 @@ KERNEL_TESTS = " ".join(
   sorted(f"tests/kernels/{path.name}" for path in (REPO / "tests/kernels").glob("test_*kernel*.py"))
   + [
     f"tests/kernels/test_{name}.py"
-    for name in ("art_codes", "art_known", "art_spread", "prefill_pieces", "offload", "speculation")
+    for name in ("art_codes", "art_known", "art_spread", "offload", "speculation")
   ]
   + ["tests/methods/test_art_known.py"]
 )

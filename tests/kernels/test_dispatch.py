@@ -35,6 +35,7 @@ from kvjax import (
   Wrapper,
 )
 from kvjax.families import entrance, sight
+from kvjax.kernels.prefill import hopper
 from kvjax.methods.streaming_llm import StreamingLLMByTurn
 from kvjax.ops import prefill, table
 from kvjax.runtime import sharding
@@ -285,10 +286,10 @@ def test_auto_takes_what_does_all_that_a_prompt_needs(monkeypatch):
   assert implementation(Full()) == "cudnn"
   assert implementation(SnapKV(budget=64)) == "cudnn"
   assert implementation(PSAW()) == "cudnn"  # a layer without a window
-  assert implementation(PSAW(), layer=3) == "pieces"
+  assert implementation(PSAW(), layer=3) == "pallas"
   assert implementation(StreamingLLM(budget=512)) == "pallas"
-  assert implementation(ETF(), layer=3) == "pieces"
-  assert implementation(Full(), past=4096) == "pieces"
+  assert implementation(ETF(), layer=3) == "pallas"
+  assert implementation(Full(), past=4096) == "pallas"
   assert implementation(Full(), past=None) == "pallas"
   assert implementation(Full(), head_dim=256) == "pallas"
   assert implementation(Full(), soft_cap=50.0) == "pallas"
@@ -304,24 +305,37 @@ def test_cudnn_is_for_ampere_and_what_came_after(monkeypatch, capability, has):
   assert prefill._has_cudnn() == has
 
 
-def test_cudnn_by_name_takes_a_prompt_in_pieces():
-  cudnn = functools.partial(implementation, impl="cudnn")
-  assert cudnn(Full()) == "cudnn"
-  assert cudnn(Full(), past=4096) == "pieces"
-  assert cudnn(PSAW()) == "cudnn"
-  assert cudnn(PSAW(), layer=3) == "pieces"
-  assert cudnn(ETF(), layer=3) == "pieces"
-  assert cudnn(CPE(), layer=3) == "pieces"
+def test_cudnn_by_name_takes_whole_prompts():
+  assert implementation(Full(), impl="cudnn") == "cudnn"
+  assert implementation(PSAW(), impl="cudnn") == "cudnn"  # a layer without a window
+
+
+def test_auto_takes_the_kernel_of_hopper_where_slots_are_positions(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  monkeypatch.setattr(hopper, "_lowers", lambda: True)
+  for method in (PSAW(), ETF(), CPE()):
+    assert implementation(method, layer=3) == "hopper"
+  assert implementation(Full()) == "cudnn"
+  assert implementation(Full(), rows=2) == "hopper"
+  assert implementation(Full(), past=4096) == "hopper"
+  assert implementation(Full(), past=None) == "hopper"
+  assert implementation(Full(), head_dim=256) == "hopper"
+  assert implementation(Full(), head_dim=96) == "cudnn"
+  assert implementation(PSAW(), layer=3, head_dim=96) == "pallas"
+  assert implementation(StreamingLLM(budget=512)) == "pallas"  # sinks are turned
+  assert implementation(SnapKV(budget=64), past=4096) == "pallas"  # slots in any order
+  assert implementation(Full(), soft_cap=50.0) == "pallas"
+  assert implementation(Full(), dtype=jnp.float32) == "reference"
 
 
 @pytest.mark.parametrize(
   ("found", "options"),
   [
-    ("StreamingLLM has a window in this layer that", {"method": StreamingLLM(budget=512)}),
-    ("PSAW has a window in this layer that", {"method": PSAW(), "layer": 3, "past": 4096}),
-    ("PSAW has too few queries in a window's reach", {"method": PSAW(), "layer": 3, "tokens": 99}),
-    ("Full attends to slots in no order that is known", {"past": None}),
-    ("SnapKV attends to slots in no order", {"method": SnapKV(budget=64), "past": 4096}),
+    ("StreamingLLM has a window in this layer; 'cudnn'", {"method": StreamingLLM(budget=512)}),
+    ("PSAW has a window in this layer; 'cudnn'", {"method": PSAW(), "layer": 3}),
+    ("ETF attends to more or less than a whole prompt", {"method": ETF(), "layer": 3}),
+    ("Full attends to more or less than a whole prompt", {"past": None}),
+    ("SnapKV attends to more or less", {"method": SnapKV(budget=64), "past": 4096}),
     ("Full has heads of 128 float32; 'cudnn' takes", {"dtype": jnp.float32}),
     (r"Full caps its logits \(soft_cap = 50\.0\); 'cudnn' does not", {"soft_cap": 50.0}),
     ("Full caps its logits", {"soft_cap": 50.0, "past": 4096}),

@@ -22,7 +22,6 @@ import pytest
 from kvjax import (
   ART,
   CIS,
-  ETF,
   METHODS,
   PRR,
   PSAW,
@@ -68,7 +67,7 @@ from kvjax.runtime import drivers
 from kvjax.testing.layer import Stream
 from kvjax.testing.traced_laws import Through, operations
 from tests.steps import CASES as STEPS
-from tests.steps import decode_step, implementation
+from tests.steps import decode_step
 
 LAYER, LAYERS = 3, 4
 CAPACITY = 20
@@ -528,14 +527,6 @@ def test_attention_of_ones_own_beneath_plan_and_attend(base, impl):
   found, want = (results(cls(**fields), impl, PROMPT, 4) for cls in made)
   for name, x in want.items():
     np.testing.assert_allclose(found[name], x, atol=2e-5, err_msg=name)
-
-
-def test_pieces_of_a_prompt_follow_an_override_of_active():
-  """ETF's first tokens stand apart; whose, of an override of `active`, it does not know."""
-  own = type("Own", (Wrapper,), {"active": last_two})(ETF())
-  assert implementation(ETF(), LAYER, impl="cudnn") == "pieces"
-  with pytest.raises(NotImplementedError, match="Own attends to slots in no order that is known"):
-    implementation(own, LAYER, impl="cudnn")
 
 
 # ---- names

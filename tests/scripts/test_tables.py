@@ -318,7 +318,7 @@ MADE_OF = {
   f"{GPU}/bench_generate": ["speed.generate"],
   f"{GPU}/bench_longflow": ["reads.longflow"],
   f"{GPU}/bench_per_head": ["reads.per_head"],
-  f"{GPU}/bench_prefill": ["speed.pieces"],
+  f"{GPU}/bench_prefill": ["speed.windows"],
   f"{GPU}/bench_prr": ["prr.layer", "prr.calibration"],
   f"{GPU}/bench_quantised": ["reads.codes", "reads.steps quantised"],
   f"{GPU}/bench_scale": ["speed.gpus", "speed.gpus_70b"],

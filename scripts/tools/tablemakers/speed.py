@@ -102,8 +102,9 @@ def prompts(results: Results, name: str) -> Part:
   return pd.DataFrame.from_dict(rows, "index").dropna(axis=1, how="all").rename_axis(name)
 
 
-pieces = Cases("prefill", "^top layer").table(
-  ("in pieces", own()),
+windows = Cases("prefill", "^top layer").table(
+  ("Hopper's kernel", own()),
+  "our kernel",
   "dense",
   ("against dense", longer("dense")),
   ("of what queries see there", figure("{:.2f}", "visible")),

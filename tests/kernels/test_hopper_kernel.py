@@ -1,0 +1,131 @@
+"""Prompt attention on Hopper: what programs walk, its lowering, and on such a card its results."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.kernels.prefill import hopper
+from tests.kernels.decode_oracle import same_bits
+from tests.kernels.prefill_oracle import CLOSE, arrays, oracle
+
+TOKENS = 500
+OLD = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 11)
+on_hopper = pytest.mark.skipif(
+  getattr(jax.devices()[0], "compute_capability", "") != "9.0", reason="no Hopper card"
+)
+
+
+def positions(case):
+  """Positions of two rows' queries, the second of which has fewer."""
+  t = np.arange(TOKENS if case == "prompt" else 300)
+  if case == "prompt":
+    return np.where(t < np.array([[TOKENS], [130]]), t, -1)
+  if case == "chunk":  # after different numbers of cached tokens
+    return np.where(t < np.array([[300], [77]]), t + np.array([[200], [5]]), -1)
+  if case == "nothing":
+    return np.where(t < np.array([[300], [0]]), t, -1)
+  return np.where(t < 5, t, t + 195) * np.array([[1], [0]]) + np.array([[0], [3]])  # apart
+
+
+def windows(qpos, case):
+  """The first slot of each query's window, and sinks; None: all is seen."""
+  if case == "none":
+    return None, 0
+  first = qpos // 3 if case == "narrowing" else qpos - 21
+  return np.maximum(first, 0).astype(np.int32), 300 if case == "many sinks" else 4
+
+
+CASES = pytest.mark.parametrize("case", ["prompt", "chunk", "apart", "nothing"])
+WINDOWS = pytest.mark.parametrize("window", ["none", "narrowing", "sliding", "many sinks"])
+
+
+@CASES
+@WINDOWS
+@pytest.mark.parametrize("tile", [64, 128])
+def test_walks_have_every_slot_that_is_seen_and_say_what_is_seen_whole(case, window, tile):
+  qpos = positions(case).astype(np.int32)
+  first, sinks = windows(qpos, window)
+  more = -qpos.shape[1] % (hopper.ROWS * hopper.BLOCKS)
+  qpos = np.pad(qpos, ((0, 0), (0, more)), constant_values=-1)
+  begin = np.zeros_like(qpos)
+  if first is not None:
+    begin = np.pad(np.maximum(first, sinks), ((0, 0), (0, more)))
+  made = hopper._walks(jnp.asarray(qpos), jnp.asarray(begin), sinks, tile)
+  sunk, low, walks = map(np.asarray, made)
+  slot = np.arange(1024)
+  rows = qpos.reshape(2, -1, hopper.BLOCKS, hopper.ROWS)
+  starts = begin.reshape(rows.shape)
+  for b, p, i in np.ndindex(rows.shape[:3]):
+    steps, edge, whole, end = walks[b, p, i]
+    assert 0 <= edge <= whole <= end <= steps
+    tiles = [s if s < sunk[b, p] else s - sunk[b, p] + low[b, p] for s in range(steps)]
+    assert len(set(tiles)) == steps  # no slot counts twice
+    t, start = rows[b, p, i][:, None], starts[b, p, i][:, None]
+    seen = (slot <= t) & ((slot < sinks) | (slot >= start))
+    walked = np.isin(slot // tile, tiles[:end])
+    assert not seen[:, ~walked].any()
+    inside = np.isin(slot // tile, tiles[edge:whole])
+    assert seen[np.ix_(t[:, 0] >= 0, inside)].all()
+    if not (t >= 0).any():
+      assert end == 0
+
+
+@pytest.mark.skipif(OLD, reason="the names of the lowering were others before jax 0.11")
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("head_dim", hopper.HEAD_DIMS)
+def test_lowering(head_dim, window):
+  """On a machine without a GPU; odd numbers of queries and slots, several rows and heads."""
+  of = jax.ShapeDtypeStruct
+  ints = [of((2, 999), jnp.int32)] * (1 + window)
+  kv = of((2, 2, 1501, head_dim), jnp.bfloat16)
+  operands = of((2, 2, 3, 999, head_dim), jnp.bfloat16), kv, kv, *ints
+  here = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=here)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    run = jax.jit(functools.partial(hopper.prefill_attention, sinks=4))
+    lowered = run.trace(*operands).lower(lowering_platforms=("cuda",))
+  assert "wgmma" in lowered.as_text()
+
+
+def test_only_hopper_takes_it(monkeypatch):
+  q = jnp.zeros((1, 1, 1, hopper.LEAST, 128))
+  monkeypatch.setattr(hopper, "_lowers", lambda: True)
+  assert hopper.takes(q, jnp.bfloat16)
+  assert not hopper.takes(q, jnp.float32)
+  assert not hopper.takes(q[..., :80], jnp.bfloat16)
+  assert not hopper.takes(q[..., 1:, :], jnp.bfloat16)
+  monkeypatch.undo()
+  if jax.default_backend() == "cpu":
+    assert not hopper.takes(q, jnp.bfloat16)
+
+
+@on_hopper
+@CASES
+@WINDOWS
+@pytest.mark.parametrize(
+  ("heads", "groups", "head_dim", "dtype"),
+  [(2, 3, 128, "bfloat16"), (1, 2, 64, "float16"), (1, 2, 256, "bfloat16")],
+)
+def test_against_oracle(heads, groups, head_dim, dtype, case, window):
+  qpos = positions(case)
+  slots = TOKENS + 3
+  q, k, v = arrays(1, heads, groups, head_dim, dtype, qpos.shape[1], slots)
+  first, sinks = windows(qpos, window)
+  every = np.broadcast_to(np.arange(slots), (2, heads, slots))
+  o, lse, _, _ = oracle(q, k, v, qpos, every, first, sinks)
+  behind = jnp.asarray(every > qpos.max(1)[:, None, None])[..., None]
+  k, v = (jnp.where(behind, jnp.nan, x).astype(dtype) for x in (k, v))
+  q = jnp.where(jnp.asarray(qpos < 0)[:, None, None, :, None], jnp.nan, q).astype(dtype)
+  of = functools.partial(jnp.asarray, dtype=jnp.int32)
+  run = jax.jit(functools.partial(hopper.prefill_attention, sinks=sinks))
+  operands = q, k, v, of(qpos), None if first is None else of(first)
+  state, rounded = run(*operands)
+  same_bits((state, rounded), run(*operands))
+  np.testing.assert_allclose(state.o, o, atol=CLOSE[dtype])
+  np.testing.assert_allclose(state.lse, lse, atol=CLOSE[dtype])
+  np.testing.assert_array_equal(np.float32(rounded), np.float32(state.o))

@@ -101,10 +101,8 @@ def prefill_attention(
   cut = Cut.of(head_dim)
   rows, programs = batch * heads * groups, pl.cdiv(queries, ROWS * BLOCKS)
   windows = first is not None
-  qpos = _up_to(qpos, 1, ROWS * BLOCKS, -1)
-  begin = (
-    jnp.zeros_like(qpos) if first is None else _up_to(jnp.maximum(first, sinks), 1, ROWS * BLOCKS)
-  )
+  begin = jnp.zeros_like(qpos) if first is None else jnp.maximum(first, sinks)
+  qpos, begin = (_up_to(x, 1, ROWS * BLOCKS, value) for x, value in ((qpos, -1), (begin, 0)))
   k, v = (_up_to(x, 2, ALIGNED) for x in (k, v))
   # What is multiplied by 0 has to be a number.
   held = (jnp.arange(k.shape[2]) <= qpos.max(1, keepdims=True))[:, None, :, None]
@@ -112,11 +110,12 @@ def prefill_attention(
   q = _up_to(q.reshape(rows, queries, head_dim), 1, ALIGNED)
   sunk, low, walks = _walks(qpos, begin, sinks if windows else 0, cut.tile)
   o, lse = plgpu.kernel(
-    functools.partial(_with_memory, groups=groups, cut=cut, sinks=sinks, windows=windows),
+    functools.partial(_kernel, groups=groups, cut=cut, sinks=sinks, windows=windows),
     out_type=[
       jax.ShapeDtypeStruct(q.shape, q.dtype),
       jax.ShapeDtypeStruct((rows, qpos.shape[1]), jnp.float32),
     ],
+    scratch_types=_memory(head_dim, q.dtype, cut),
     grid=(rows, programs),
     grid_names=("row", "program"),
     num_threads=BLOCKS + 1,
@@ -163,25 +162,24 @@ def _walks(qpos: Array, begin: Array, sinks: int, tile: int) -> tuple[Array, Arr
   return sunk, low, jnp.stack([steps, edge, whole, end], -1).astype(jnp.int32)
 
 
-def _with_memory(q_ref: Any, k_ref: Any, *refs: Any, cut: Cut, **how: Any) -> None:
-  """The kernel with its shared memory and its barriers."""
-  head_dim, dtype = q_ref.shape[2], q_ref.dtype
+def _memory(head_dim: int, dtype: Any, cut: Cut) -> list[Any]:
+  """Shared memory of queries, sums, keys and values, and barriers: queries are here; keys and
+  values are, of each stage; a stage of keys is free, and one of values; whose turn it is.
+  """
   transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
   tiles = plgpu.SMEM((cut.stages, cut.tile, head_dim), dtype, transforms=transforms)
-  fetched = plgpu.Barrier(num_barriers=cut.stages)
+  here = plgpu.Barrier(num_barriers=cut.stages)
   free = plgpu.Barrier(num_arrivals=BLOCKS, num_barriers=cut.stages)
-  pl.run_scoped(
-    functools.partial(_kernel, q_ref, k_ref, *refs, cut=cut, **how),
+  return [
     plgpu.SMEM((BLOCKS, ROWS, head_dim), dtype, transforms=transforms),
     plgpu.SMEM((BLOCKS, ROWS), jnp.float32),
     tiles,
     tiles,
     plgpu.Barrier(num_barriers=BLOCKS),
-    (fetched, fetched),
+    (here, here),
     (free, free),
     plgpu.Barrier(num_arrivals=BLOCKS),
-    collective_axes="warpgroup",
-  )
+  ]
 
 
 def _kernel(
@@ -260,17 +258,8 @@ def _kernel(
     plgpu.barrier_wait(q_here.at[group])
     pl.when(end > 0)(lambda: plgpu.barrier_wait(k_here.at[0]))
     pl.when(group == 1)(hand_over)
-    walk = functools.partial(
-      _step,
-      q,
-      k_smem,
-      v_smem,
-      here,
-      free,
-      turn,
-      end=end,
-      hand_over=hand_over,
-    )
+    tiles = k_smem, v_smem
+    walk = functools.partial(_step, q, tiles, here, free, turn, end=end, hand_over=hand_over)
 
     def seen(step: Any) -> Array:
       """Slots of a tile that queries see, [ROWS, tile]."""
@@ -305,8 +294,7 @@ def _kernel(
 
 def _step(
   q: Any,
-  k_smem: Any,
-  v_smem: Any,
+  tiles: tuple[Any, Any],
   here: tuple[Any, Any],
   free: tuple[Any, Any],
   turn: Any,
@@ -321,7 +309,7 @@ def _step(
 
   A warpgroup multiplies in its turn, and hands it over for its exponentials.
   """
-  acc, m, l = carry
+  (acc, m, l), (k_smem, v_smem) = carry, tiles
   stages, tile, head_dim = k_smem.shape
   stage, factor = lax.rem(step, jnp.int32(stages)), tiling.LOG2E * head_dim**-0.5
 

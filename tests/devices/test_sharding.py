@@ -55,9 +55,12 @@ def over(usual, *others):
   return pytest.mark.parametrize("mesh", [first, *rest])
 
 
-def one_of(names, *families):
-  """Of every family of methods one for the core, all others for the slow tests."""
-  marks = [() if name in families else pytest.mark.slow for name in names]
+def one_of(names, *families, alike=()):
+  """Of every family of methods one for the core, all others for the slow tests; those that are
+  split as another one are of sweeps.
+  """
+  slow, sweep = pytest.mark.slow, pytest.mark.sweep
+  marks = [[slow] * (name not in families) + [sweep] * (name in alike) for name in names]
   cases = [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
   return pytest.mark.parametrize("name", cases)
 
@@ -72,11 +75,14 @@ def read(decoder, method, tokens=PROMPT, lengths=LENGTHS, room=0, **how):
 
 
 # Every method's layer is split over two devices in tests/laws.
+ALIKE = "tova", "r_kv", "rocketkv", "twilight", "etf", "psaw"
+
+
 @pytest.mark.kin
 @pytest.mark.slow
 @pytest.mark.rest
 @over((4, 1), (1, 1), (2, 1), (8, 1))
-@one_of(METHODS, "snapkv", "quest")
+@one_of(METHODS, "snapkv", "quest", alike=ALIKE)
 def test_tensor_parallel_equals_one_device(name, mesh):
   check(name, mesh)
 

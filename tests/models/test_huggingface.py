@@ -469,6 +469,7 @@ print(took, 4 * sum(int(np.prod(shape)) for _, _, shape in shapes), loading)
 """
 
 
+@pytest.mark.rest
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize(

@@ -474,7 +474,7 @@ print(took, 4 * sum(int(np.prod(shape)) for _, _, shape in shapes), loading)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize(
   ("kind", "to"),
-  [("safetensors", "safetensors"), ("gguf", "safetensors"), ("safetensors", "orbax")],
+  [("gguf", "safetensors"), ("safetensors", "orbax"), ("safetensors", "safetensors")],
 )
 def test_memory_is_bounded_by_layers_not_by_the_model(folder, tmp_path, monkeypatch, kind, to):
   """A checkpoint of 24 layers of 17 MB: the peak is two layers, the embedding, and some slack.

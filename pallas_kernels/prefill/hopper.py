@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.lib import cuda_versions
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
@@ -63,8 +64,14 @@ def takes(q: Float[Array, "B K G A H"], dtype: Any) -> bool:
 def _lowers() -> bool:
   """True on Hopper; before jax 0.11 the names of the lowering were others."""
   version = tuple(map(int, jax.__version__.split(".")[:2]))
-  capability = getattr(jax.devices()[0], "compute_capability", "")
-  return version >= (0, 11) and capability == "9.0"
+  if version < (0, 11) or getattr(jax.devices()[0], "compute_capability", "") != "9.0":
+    return False
+  return cuda_versions is not None and _assembles(cuda_versions.cuda_runtime_get_version())
+
+
+def _assembles(cuda: int) -> bool:
+  """False for the versions whose ptxas jax says to break masks (`attention_mgpu`)."""
+  return not 12080 <= cuda < 12091
 
 
 def prefill_attention(

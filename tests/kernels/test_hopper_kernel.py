@@ -104,6 +104,11 @@ def test_only_hopper_takes_it(monkeypatch):
     assert not hopper.takes(q, jnp.bfloat16)
 
 
+def test_ptxas_that_breaks_masks_is_left_alone():
+  cuda = 12060, 12080, 12090, 12091, 13000
+  assert [*map(hopper._assembles, cuda)] == [True, False, False, True, True]
+
+
 @on_hopper
 @CASES
 @WINDOWS

@@ -22,12 +22,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib import cuda_versions
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int
 
 from kvjax.kernels.common import tiling
 from kvjax.kernels.prefill.dense import check
 from kvjax.primitives.softmax_state import State
+
+plgpu: Any = mosaic_gpu  # of which versions of jax declare different types
 
 HEAD_DIMS = 64, 128, 256
 ROWS, BLOCKS = 64, 2  # queries of a block, what a warpgroup multiplies at once; blocks of a program
@@ -37,7 +39,6 @@ STEPS, EDGE, WHOLE, END = 0, 1, 2, 3  # columns of `_walks`
 _FAR = 2**30
 _LAYOUT = plgpu.Layout.WGMMA
 _OF_ROWS = _LAYOUT.reduce(1)
-_load: Any = plgpu.load  # before jax 0.11, where nothing of this runs, the index stood apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +260,7 @@ def _kernel(
     plgpu.copy_gmem_to_smem(q_ref.at[row, queries], q, q_here.at[group])
     edge, whole, end = (walks_ref[batch, program, group, i] for i in (EDGE, WHOLE, END))
     qpos, begin = (
-      _load(ref.at[batch, queries], layout=_OF_ROWS, optimized=False)
+      plgpu.load(ref.at[batch, queries], layout=_OF_ROWS, optimized=False)
       for ref in (qpos_ref, begin_ref)
     )
     plgpu.barrier_wait(q_here.at[group])

@@ -29,12 +29,12 @@ from kvjax.kernels.common import tiling
 from kvjax.kernels.prefill.dense import check
 from kvjax.primitives.softmax_state import State
 
-plgpu: Any = mosaic_gpu  # of which versions of jax declare different types
+plgpu: Any = mosaic_gpu  # its declared types differ between versions of jax
 
 HEAD_DIMS = 64, 128, 256
 ROWS, BLOCKS = 64, 2  # queries of a block, what a warpgroup multiplies at once; blocks of a program
-ALIGNED = 8  # queries and slots come in so many
-LEAST = 64  # as many queries have been timed
+ALIGNED = 8  # queries and slots come in multiples of it
+LEAST = 64  # fewest queries that were timed
 STEPS, EDGE, WHOLE, END = 0, 1, 2, 3  # columns of `_walks`
 _FAR = 2**30
 _LAYOUT = plgpu.Layout.WGMMA

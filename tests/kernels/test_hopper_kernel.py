@@ -1,6 +1,5 @@
 """Prompt attention on Hopper: what programs walk, its lowering, and on such a card its results."""
 
-import contextlib
 import functools
 
 import jax
@@ -85,8 +84,7 @@ def test_lowering(head_dim, window):
   operands = of((2, 2, 3, 999, head_dim), jnp.bfloat16), kv, kv, *ints
   here = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
   mesh = jax.sharding.AbstractMesh((), (), abstract_device=here)
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+  with jax.sharding.use_abstract_mesh(mesh):
     run = jax.jit(functools.partial(hopper.prefill_attention, sinks=4))
     lowered = run.trace(*operands).lower(lowering_platforms=("cuda",))
   assert "wgmma" in lowered.as_text()

@@ -58,7 +58,9 @@ def make_mesh(heads: int = 1, slots: int = 1, devices: Sequence[Any] | None = No
 
 
 def check_mesh(mesh: Mesh) -> None:
-  """Raises ValueError for a mesh that is not one of `make_mesh`'s kind."""
+  """Raises ValueError or TypeError for a mesh that is not one of `make_mesh`'s kind."""
+  if not isinstance(mesh, Mesh | AbstractMesh):
+    raise TypeError(f"mesh: found {mesh!r}, expected one of kvjax.make_mesh, or None")
   if mesh.axis_names != (HEADS, SLOTS) or set(mesh.axis_types) != {AxisType.Auto}:
     raise ValueError(
       f"mesh: found axes {mesh.axis_names} of {mesh.axis_types}, expected ({HEADS!r}, {SLOTS!r}) "

@@ -110,7 +110,7 @@ def _saving(
   _check_layout("caches", named, layouts, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
   header = {**_identity(method, spec), "layouts": layouts}
-  return orbax.Saving(pathlib.Path(path), header, named, lent=lent)
+  return orbax.Saving(pathlib.Path(files.path_of("path", path)), header, named, lent=lent)
 
 
 def restore(
@@ -135,7 +135,7 @@ def restore(
     NotImplementedError: the method does not run on such a mesh.
   """
   check_whose(method, spec)
-  path = pathlib.Path(path)
+  path = pathlib.Path(files.path_of("path", path))
   saved, header = _header(path)
   with files.whole(path, orbax.EXPECTED):
     described = header["method"], dict(header["spec"])
@@ -159,7 +159,7 @@ def saved_capacity(path: str | os.PathLike[str]) -> int:
   Raises:
     FileNotFoundError, ValueError: of `restore`.
   """
-  path = pathlib.Path(path)
+  path = pathlib.Path(files.path_of("path", path))
   _, header = _header(path)
   with files.whole(path, orbax.EXPECTED):
     return int(header["spec"]["capacity"])

@@ -11,7 +11,7 @@ from kvjax.methods import labels
 from kvjax.models.decode import checks
 from kvjax.models.decode.generate import GREEDY, generate, pad, prefill
 from kvjax.models.decode.sampling import Sampling
-from kvjax.models.io import convert
+from kvjax.models.io import convert, files
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 
@@ -44,15 +44,15 @@ def pipeline(
     how: further arguments of `kvjax.models.io.convert.load`: dtype, impl, mesh.
 
   Raises:
-    TypeError: `method` is neither.
+    TypeError: `model` is no path, `method` neither, or `budget` no integer.
     ValueError: the label is none, or its method refuses a setting.
     ValueError, NotImplementedError, OSError: the model cannot be had or loaded.
   """
   if isinstance(method, str):
-    method = labels.instance(method, budget, "method")
+    method = labels.instance(method, checks.whole("budget", budget, 1), "method")
   elif not isinstance(method, Method):
     raise TypeError(f"method: found {method!r}, expected a method or its label, such as 'snapkv'")
-  source = convert.default_checkpoint() if model is None else model
+  source = convert.default_checkpoint() if model is None else files.path_of("model", model)
   return Pipeline(*convert.load(source, **how), method)
 
 

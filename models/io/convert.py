@@ -86,6 +86,7 @@ def convert(
     `dest`.
 
   Raises:
+    TypeError: `source` or `dest` is no path.
     FileNotFoundError: there is no such source, or a shard of it is missing.
     FileExistsError: `dest` exists.
     ValueError: `dtype` or `to` is another one, `dtype` too narrow for a number, the source is
@@ -94,7 +95,7 @@ def convert(
     NotImplementedError: the architecture, a quantisation, a rope type or a tensor is not supported.
     OSError: the download failed, or `dest` cannot be written; the message gives the reason.
   """
-  dest = pathlib.Path(dest)
+  dest = pathlib.Path(files.path_of("dest", dest))
   if dest.exists():
     raise FileExistsError(f"{dest}: exists already, expected a folder to be made")
   if dtype not in (None, *DTYPES):
@@ -144,7 +145,7 @@ def open_source(source: str | os.PathLike[str], *, max_context: int | None = Non
     FileNotFoundError: there is no such folder or file.
     ValueError: it is neither a Hugging Face folder nor a GGUF file, or not a whole one.
   """
-  name = os.fspath(source)
+  name = files.path_of("source", source)
   if name.startswith(HUB):
     return HuggingFace(fetch_huggingface(name.removeprefix(HUB)), max_context=max_context)
   path = pathlib.Path(source)
@@ -185,12 +186,13 @@ def load(
     progress: show a bar on stderr.
 
   Raises:
+    TypeError: `path` is no path, `mesh` no mesh, or `dtype` not of floats.
     FileNotFoundError: the folder or a part of it is missing.
     ValueError: the folder is not a checkpoint, a part is damaged, dtype and precision disagree, or
       the model cannot be split evenly over the mesh.
     ValueError, NotImplementedError, OSError: of `checkpoint`.
   """
-  path = checkpoint(path).absolute()
+  path = checkpoint(files.path_of("path", path)).absolute()
   config, kind = read_config(path), _kind(path)
   there = sum(1 for _ in (path / "items").glob(f"*.{kind}"))
   if config.layers > there:  # before so many are made room for
@@ -327,7 +329,7 @@ def checkpoint(source: str | os.PathLike[str]) -> pathlib.Path:
   Raises:
     ValueError, NotImplementedError, OSError: of `convert`.
   """
-  name = os.fspath(source)
+  name = files.path_of("source", source)
   if _of_hub(name):
     path = _fetched(name)
     name = name.rpartition("/")[2]
@@ -350,7 +352,7 @@ def config_of(source: str | os.PathLike[str]) -> ModelConfig:
   Raises:
     ValueError, NotImplementedError, OSError: of `convert`.
   """
-  name = os.fspath(source)
+  name = files.path_of("source", source)
   if _of_hub(name):
     return HuggingFace(_fetched(name, wanted=("config.json",)), weights=False).config
   path = pathlib.Path(source)

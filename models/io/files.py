@@ -33,6 +33,14 @@ _PAGES = (b"<!doctype html", b"<html")  # of a hub's web site, saved under the f
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as the Rust libraries print it
 
 
+def path_of(name: str, given: Any) -> str:
+  """An argument that is a path, or a name in place of one; TypeError for anything else."""
+  path = os.fspath(given) if isinstance(given, os.PathLike) else given
+  if not isinstance(path, str):
+    raise TypeError(f"{name}: found {given!r}, expected a path")
+  return path
+
+
 def check_begin(path: pathlib.Path) -> None:
   """Raises for a file that is only a pointer to the real one, or a page of a web site.
 

@@ -197,8 +197,8 @@ class Source(abc.ABC):
     if isinstance(scaling, Yarn):
       context = max(context, int(scaling.factor * scaling.original_context))
     most = context if limit is None else limit
-    if not 1 <= most <= context:
-      raise ValueError(f"max_context: found {most}, expected 1 to {context}, as {self.path} says")
+    if (limit is not None and type(limit) is not int) or not 1 <= most <= context:
+      raise ValueError(f"max_context: found {most!r}, expected 1 to {context}, as {self.path} says")
     kept = tuple(w if w is not None and (apart or w < most) else None for w in windows)
     sizes |= {"max_context": most, "limited": most < context, "windows": kept if any(kept) else ()}
     if "query_pre_attn_scalar" in self.family.defaults:  # Gemma's

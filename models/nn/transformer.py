@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core import chunks
+from kvjax.core import chunks, fields
 from kvjax.core.cache import CacheSpec
 from kvjax.core.context import At, Carry, Env, OwnRows, Prompt
 from kvjax.families import sliding
@@ -387,6 +387,8 @@ def _done(x: Array, cache: Any) -> tuple[Array, Any]:
 
 def _precision(precision: str | None, dtype: Any) -> tuple[Any, str | None]:
   """The dtype and the product precision that the two arguments ask for together."""
+  if dtype is not None:
+    fields.check_float("dtype", dtype)
   if precision is None:
     return jnp.dtype(jnp.bfloat16 if dtype is None else dtype), None
   if precision not in PRECISIONS:

@@ -156,9 +156,9 @@ def test_sliding_window(tmp_path, family, entries, windows):
     assert (config.limited, short.limited) == (False, True)  # past it the windows would be missing
 
 
-def test_max_context_out_of_range(folder):
-  for limit in (0, 129):
-    with pytest.raises(ValueError, match=rf"max_context: found {limit}, expected 1 to 128"):
+def test_max_context_out_of_range(folder, untyped):
+  for limit in (0, 129, 64.0, True, "64"):
+    with pytest.raises(ValueError, match=rf"max_context: found {limit!r}, expected 1 to 128"):
       HuggingFace(folder, max_context=limit)
 
 

@@ -88,3 +88,7 @@ def test_what_is_no_prompt_is_refused(ask, untyped):
     kvjax.pipeline(None, "snapkw")
   with pytest.raises(TypeError, match="method: found 3, expected a method or its label"):
     kvjax.pipeline(None, 3)
+  with pytest.raises(TypeError, match="model: found 3, expected a path"):
+    kvjax.pipeline(3)
+  with pytest.raises(TypeError, match="budget: found '512', expected an integer"):
+    kvjax.pipeline(None, "snapkv", budget="512")

@@ -55,13 +55,18 @@ def test_unnamed_precision_is_the_surrounding_one():
     assert products(model) == {"DEFAULT"}
 
 
-def test_names_and_dtypes_that_disagree(tmp_path):
+def test_names_and_dtypes_that_disagree(tmp_path, untyped):
   source = tiny_hf.write(tmp_path / "x", tiny_hf.CASES["llama3"])
   made = convert.convert(source, tmp_path / "made", progress=False)
   with pytest.raises(ValueError, match=r"precision: found 'fp8', expected one of \['bf16'"):
     convert.load(made, precision="fp8")
   with pytest.raises(ValueError, match=r"dtype: found bfloat16, expected float32"):
     convert.load(made, precision="float32", dtype=jnp.bfloat16)
+  for dtype in ("int8", "float", 3):
+    with pytest.raises(TypeError, match=r"dtype: found .*, expected "):
+      convert.load(made, dtype=dtype)
+  with pytest.raises(TypeError, match=r"mesh: found 2, expected one of kvjax\.make_mesh"):
+    convert.load(made, mesh=2)
   assert convert.load(made, precision="float32-tf32")[0].dtype == jnp.float32
   assert convert.load(made, precision="bf16", dtype="bfloat16")[0].dtype == jnp.bfloat16
 

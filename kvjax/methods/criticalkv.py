@@ -80,16 +80,17 @@ def norms_of_outputs(
   v = jnp.pad(v, ((0, 0), (0, 0), (0, blocks * size - tokens), (0, 0)))
   v = v.reshape(batch, heads, blocks, size, width)
 
-  def of_block(i: Array) -> Float[Array, "B K T"]:
+  def of_block(i: Array) -> Float[Array, "K B T"]:
     def add(g: Array, total: Array) -> Array:
-      out = jnp.einsum("bkth,khd->bktd", v[:, :, i], wo[:, g], preferred_element_type=jnp.float32)
+      # Heads first: as bktd, XLA's CPU has no such product of bfloat16.
+      out = jnp.einsum("bkth,khd->kbtd", v[:, :, i], wo[:, g], preferred_element_type=jnp.float32)
       return total + jnp.abs(out).sum(-1)
 
-    total = jnp.zeros((batch, heads, size), jnp.float32)
+    total = jnp.zeros((heads, batch, size), jnp.float32)
     return jax.lax.fori_loop(0, groups, add, total) / groups
 
-  norms = jax.lax.map(of_block, jnp.arange(blocks))  # [blocks, B, K, T]
-  return jnp.moveaxis(norms, 0, 2).reshape(batch, heads, -1)[:, :, :tokens]
+  norms = jax.lax.map(of_block, jnp.arange(blocks))  # [blocks, K, B, T]
+  return norms.transpose(2, 1, 0, 3).reshape(batch, heads, -1)[:, :, :tokens]
 
 
 settings.register(

@@ -81,7 +81,10 @@ class DoubleSparsity(SelectiveTokens):
     slot = jnp.arange(labels.shape[2], dtype=jnp.int32)
     known = slot < (cache.seen - 1)[:, None, None]  # the newest token has no label yet
     ok = known & tiles.visible(visible.span, slot, 1)
-    part = label(q, cache.heads["channels"])
+    # An index for every query head: XLA's CPU has no product of bfloat16 in the order of fewer.
+    channels = cache.heads["channels"][:, :, None]
+    channels = jnp.broadcast_to(channels, (*q.shape[:3], channels.shape[-1]))
+    part = jnp.take_along_axis(q, channels, -1)
     # logits_of divides by √(label channels); what is approximated is q·k/√H.
     scale = (part.shape[-1] / q.shape[-1]) ** 0.5
     logits = attention.logits_of(part[:, :, :, None], labels)[:, :, :, 0] * scale

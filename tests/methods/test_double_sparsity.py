@@ -1,6 +1,7 @@
 """Double Sparsity against a NumPy float64 oracle: channels, tokens and outputs; its calibration."""
 
 import json
+import os
 import pathlib
 
 import jax
@@ -134,6 +135,11 @@ def test_only_tokens_with_a_label_are_scored():
   scores = np.asarray(score(cache, q))
   for b, seen in enumerate((12, 7)):
     assert ((scores[b] > 0) == (np.arange(20) < seen - 1)).all()
+  low = cache.put(heads={"labels": cache.heads["labels"].astype(jnp.bfloat16)})
+  flag = "xla_cpu_use_fusion_emitters"  # tests turn it off where there is a choice
+  how = {flag: True} if flag in os.environ["XLA_FLAGS"] else {}
+  run = score.lower(low, jnp.bfloat16(q)).compile(how)
+  np.testing.assert_allclose(run(low, jnp.bfloat16(q)), scores, atol=0.01)
   changed = cache.put(slots={"k": cache.slots["k"] + 1.0})
   after = observed(changed, q, np.array([True, False]))
   new, old = (np.asarray(x.heads["labels"]) for x in (after, cache))

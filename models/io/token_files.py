@@ -221,30 +221,31 @@ def _add_tokens(
   named: Mapping[str, Any],
   path: pathlib.Path,
 ) -> None:
-  """Adds what tokenizer_config.json knows of tokens and tokenizer.json does not."""
-  known = {token.content for token in backend.get_added_tokens_decoder().values()}
+  """Adds what tokenizer_config.json knows of tokens and tokenizer.json does not, or otherwise."""
+  known = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
   flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
   listed = settings.get("added_tokens_decoder") or {}
   try:
     entries = sorted((int(i), dict(entry)) for i, entry in listed.items()) if listed else []
     for i, entry in entries:
-      if entry["content"] not in known:
-        kind = {flag: bool(entry[flag]) for flag in flags if flag in entry}
-        backend.add_tokens([tokenizers.AddedToken(entry["content"], **kind)])
-        if backend.token_to_id(entry["content"]) != i:
-          raise ValueError(f"{entry['content']!r} would have the id after the last, not {i}")
+      text, kind = entry["content"], {flag: bool(entry[flag]) for flag in flags if flag in entry}
+      token = tokenizers.AddedToken(text, **kind)
+      if known.get(text) != repr(token):
+        backend.add_tokens([token])  # of one that is there, the flags are replaced
+        if text not in known and backend.token_to_id(text) != i:
+          raise ValueError(f"{text!r} would have the id after the last, not {i}")
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"{path}: added_tokens_decoder: found {error}, expected ids of tokens and their flags"
     ) from error
   # What is named is special, and found in a text as a whole.
-  known = {token.content for token in backend.get_added_tokens_decoder().values()}
+  added = {token.content for token in backend.get_added_tokens_decoder().values()}
   texts = [x for value in named.values() for x in (value if isinstance(value, list) else [value])]
   backend.add_tokens(
     [
       tokenizers.AddedToken(text, special=True, normalized=False)
       for text in dict.fromkeys(texts)
-      if isinstance(text, str) and text not in known and backend.token_to_id(text) is not None
+      if isinstance(text, str) and text not in added and backend.token_to_id(text) is not None
     ]
   )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.models.io.tokenizer import Tokenizer
-from tests.tiny_gguf import BYTES, TOKENS, metadata
+from tests.tiny_gguf import BYTES, SPECIALS, TOKENS, metadata
 
 
 @pytest.fixture(scope="module")
@@ -514,7 +514,10 @@ def test_end_of_a_part_of_an_answer(calls):
 
 
 def test_tokens_that_only_the_settings_know(tokenizer, tmp_path):
-  """They are added; a token of the vocabulary that is named is special from then on."""
+  """They are added; a token of the vocabulary that is named is special from then on.
+
+  Of a token that tokenizer.json has, too, the settings' flags count, as in transformers.
+  """
   new = {"content": "<tool>", "special": False, "lstrip": True, "rstrip": False}
   added = {str(len(TOKENS)): new}
   folder = published(tokenizer, tmp_path, added_tokens_decoder=added, pad_token="hello")
@@ -524,6 +527,10 @@ def test_tokens_that_only_the_settings_know(tokenizer, tmp_path):
   assert made.decode(ids) == "a<tool> t" and not made.is_special(len(TOKENS))
   assert made.is_special(TOKENS.index("hello"))
   assert made.special_tokens == {"pad_token": "hello"}
+  other = {"content": SPECIALS[0], "special": False, "rstrip": True}
+  published(tokenizer, tmp_path, added_tokens_decoder={"0": other})
+  made = Tokenizer.from_huggingface(folder)
+  assert made.encode(f"{SPECIALS[0]} \nt") == [0, *made.encode("t")] and not made.is_special(0)
   published(tokenizer, tmp_path, added_tokens_decoder={"9999": new})
   with pytest.raises(ValueError, match=r"added_tokens_decoder: found '<tool>' would have the id"):
     Tokenizer.from_huggingface(folder)

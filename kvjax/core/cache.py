@@ -87,6 +87,9 @@ class Origin:
 
   @classmethod
   def of(cls, method: Method, spec: CacheSpec) -> Origin:
+    """TypeError where the spec is none: whoever lays out caches comes by."""
+    if not isinstance(spec, CacheSpec):
+      raise TypeError(f"spec: found {spec!r}, expected a kvjax.CacheSpec, as model.spec gives")
     sizes = spec.layers, spec.kv_heads, spec.groups, spec.head_dim
     return cls(method, *sizes, spec.windows)
 

@@ -31,7 +31,10 @@ whole = arguments.integer
 
 def token_ids(name: str, ids: Any) -> np.ndarray:
   """Ids of one row, int32 [T]; [] are none."""
-  found = np.asarray(ids)
+  try:
+    found = np.asarray(ids)
+  except ValueError:  # lists of unlike lengths
+    found = np.asarray(ids, object)
   if found.ndim != 1 or (found.size and _no_integers(found)):
     raise TypeError(f"{name}: found {found.dtype} {found.shape}, expected a list of integers")
   most = np.iinfo(np.int32)

@@ -98,8 +98,11 @@ def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[st
   """Copies of messages; lists of text parts are joined unless the template takes them.
 
   Raises:
+    TypeError: these are no messages.
     ValueError: a message has no role or nothing to say, or a part is no text.
   """
+  if isinstance(messages, Mapping) or not isinstance(messages, Iterable):
+    raise TypeError(f"messages: found {messages!r}, expected a list of dicts")
   out = []
   for message in messages:
     if not isinstance(message, Mapping):

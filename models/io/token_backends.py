@@ -84,7 +84,12 @@ def read(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:
 
 
 def check_unicode(text: str, what: str) -> None:
-  """Raises ValueError for a lone surrogate: what JSON can spell, or a byte that was no UTF-8."""
+  """Raises ValueError for a lone surrogate: what JSON can spell, or a byte that was no UTF-8.
+
+  TypeError where it is no text.
+  """
+  if not isinstance(text, str):
+    raise TypeError(f"{what}: found {text!r}, expected a string")
   try:
     text.encode()
   except UnicodeEncodeError as error:

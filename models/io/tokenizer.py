@@ -153,12 +153,14 @@ class Tokenizer:
         SentencePiece, say. Where a token reaches over the seam, the nearest that begin there.
 
     Raises:
+      TypeError: the text is none.
       ValueError: the text is not Unicode, the model has no row for a token in it, or the tokenizer
         is inconsistent (its token for unknown ones is not there, say).
     """
     if bos and self.bos is None:
       raise ValueError("bos: found True, expected False: this tokenizer has no bos token")
     if after:
+      token_backends.check_unicode(after, "after")
       for before in (after, "a", "\n"):
         ids, known = self._ids(before + text), self._ids(before)
         if ids[: len(known)] == known:
@@ -170,12 +172,9 @@ class Tokenizer:
 
   def _ids(self, text: str) -> list[int]:
     """Token ids of a text, with nothing around them."""
-    if isinstance(text, str):
-      token_backends.check_unicode(text, "text")
+    token_backends.check_unicode(text, "text")
     try:
       ids = self.backend.encode(text, add_special_tokens=False).ids
-    except TypeError:
-      raise
     except Exception as error:  # the Rust library raises plain Exception
       raise ValueError(f"tokenizer: cannot encode this text: {error}") from error
     rows = self.size if self.rows is None else self.rows
@@ -192,9 +191,11 @@ class Tokenizer:
     Spaces before punctuation stay, even if the files ask for clean-up.
 
     Raises:
-      TypeError: an id is no integer.
+      TypeError: an id is no integer, or `ids` is no list.
       ValueError: an id is out of range.
     """
+    if not isinstance(ids, Iterable):
+      raise TypeError(f"ids: found {ids!r}, expected a list of token ids")
     ids = [self._known(token) for token in ids]
     return self.backend.decode(ids, skip_special_tokens=skip_special)
 

@@ -161,8 +161,9 @@ class Transformer(nnx.Module):
 
     Keys and values are stored in the model's dtype unless `dtype` says otherwise.
     """
-    dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-    return self.config.cache_spec(batch, capacity, dtype)
+    dtype = self.dtype if dtype is None else dtype
+    fields.check_float("dtype", dtype)
+    return self.config.cache_spec(batch, capacity, jnp.dtype(dtype))
 
   def init_caches(self, method: Method, batch: int, capacity: int, dtype: Any = None) -> Caches:
     """Empty caches of a method, `method.init_caches(self.spec(...))`, laid out over the mesh.

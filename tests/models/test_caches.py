@@ -368,6 +368,7 @@ def test_a_turn_is_what_the_whole_conversation_has_more(special):
   [
     ((None, []), "message: found None, expected a string"),
     (("", [1.5]), r"answer: found float64 \(1,\), expected a list of integers"),
+    (("", [1, [2]]), r"answer: found object \(2,\), expected a list of integers"),
     (("", [[1, 2], [3, 4]]), r"answer: found int64 \(2, 2\), expected a list of integers"),
     (("", "yes"), r"answer: found <U3 \(\), expected a list of integers"),
   ],

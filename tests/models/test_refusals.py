@@ -54,6 +54,11 @@ def test_room_is_counted_on_the_host():
   assert room(WINDOW.init_caches(SPEC), WINDOW) is None
   with pytest.raises(ValueError, match=r"caches: found those of Full\(\), expected StreamingLLM"):
     room(caches, WINDOW)
+  for make in (FULL.init_caches, lambda spec: kvjax.plan_memory(spec, FULL)):
+    with pytest.raises(TypeError, match=r"spec: found 3, expected a kvjax\.CacheSpec"):
+      make(3)
+  with pytest.raises(TypeError, match="dtype: found 'bf16', expected a dtype of floats"):
+    model().spec(2, 64, "bf16")
 
 
 @pytest.mark.core(1)

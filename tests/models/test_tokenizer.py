@@ -131,6 +131,20 @@ def test_ids_out_of_range(tokenizer):
         read(token)
 
 
+@pytest.mark.usefixtures("untyped")
+def test_what_is_no_text_or_list_is_named(tokenizer):
+  for call, name in (
+    (tokenizer.encode, "text"),
+    (lambda x: tokenizer.encode("a", after=x), "after"),
+    (tokenizer.decode, "ids"),
+    (tokenizer.chat, "messages"),
+  ):
+    with pytest.raises(TypeError, match=rf"{name}: found 3, expected a (string|list of)"):
+      call(3)
+  with pytest.raises(TypeError, match=r"messages: found {'role': 'user'}, expected a list of"):
+    tokenizer.chat({"role": "user"})
+
+
 # ---- SentencePiece's way
 
 

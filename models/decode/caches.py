@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -377,17 +378,23 @@ def _layouts(caches: Caches) -> list[str]:
 
 
 def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
+  """The same for numbers of Python and of NumPy, which are equal in methods and sizes."""
   sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
   windows = list(sizes.pop("windows"))
   sizes |= {"windows": windows} if windows else {}
-  return {"format": FORMAT, "version": VERSION, "method": repr(method), "spec": sizes}
+  sizes = jax.tree.map(lambda x: x.item() if isinstance(x, np.generic) else x, sizes)
+  return {"format": FORMAT, "version": VERSION, "method": _plain(repr(method)), "spec": sizes}
+
+
+def _plain(text: str) -> str:
+  return re.sub(r"np\.\w+\(([^()]*)\)", r"\1", text)
 
 
 def _check_identity(
   path: pathlib.Path, name: Any, sizes: dict[str, Any], method: Method, spec: CacheSpec
 ) -> None:
   """Raises unless a header's method and sizes are these."""
-  if name != repr(method):
+  if _plain(str(name)) != _plain(repr(method)):
     raise ValueError(f"{path}: found caches of {name}, expected {method!r}")
   wanted = _identity(method, spec)["spec"]
   for size in {**wanted, **sizes}:  # either may have some that the other lacks

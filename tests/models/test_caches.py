@@ -130,6 +130,16 @@ def test_what_goes_wrong_in_writing_is_raised_where_it_is_waited_for(saved, monk
     save(path.parent / "file", logits, caches, FULL, spec)
 
 
+def test_numbers_of_numpy_are_numbers(tmp_path, untyped):
+  """A budget or a capacity that was computed is the one that somebody types."""
+  method, plain = kvjax.StreamingLLM(np.int64(16)), kvjax.StreamingLLM(16)
+  logits, caches, spec = start(plain)
+  computed = dataclasses.replace(spec, capacity=np.int32(spec.capacity))
+  caches = method.init_caches(computed)
+  path = save(tmp_path / "x", logits, caches, method, computed)
+  chex.assert_trees_all_equal(bits(restore(path, plain, spec)), bits((logits, caches)))
+
+
 def test_folders_of_other_caches_are_refused(tmp_path):
   method = kvjax.StreamingLLM(16)
   logits, caches, spec = start(method)

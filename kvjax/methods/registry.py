@@ -80,8 +80,13 @@ def find_method(name: str, option: str = "name") -> type[Method]:
 
 
 def check_method(name: str, found: Any) -> None:
-  """Raises TypeError for an argument that is no method: a registered name, say, or a class."""
+  """Raises TypeError for an argument that is no method, or none that can be static."""
   if isinstance(found, Method):
+    try:
+      hash(found)
+    except TypeError as error:
+      expected = "hashable fields, as it is static under jax.jit: tuples, not lists or arrays"
+      raise TypeError(f"{name}: found {found!r}, expected {expected} ({error})") from None
     return
   name_of, what = "quest", repr(found)
   if isinstance(found, str):

@@ -261,6 +261,7 @@ def test_what_is_no_method(tmp_path):
       ("nope", r"the string 'nope', expected a method such as .*kvjax\.METHODS\['quest'\]"),
       (kvjax.Quest, r"the class Quest, expected a method such as .*\(kvjax\.METHODS\['quest'\]"),
       (None, r"None, expected a method such as"),
+      (kvjax.Ltri(heads=([0, 1, 0.5],)), r"Ltri\(.*, expected hashable fields"),
     ):
       with pytest.raises(TypeError, match=f"{name}: found {says}"):
         use(found)

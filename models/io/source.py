@@ -196,6 +196,7 @@ class Source(abc.ABC):
     scaling, apart = sizes["rope"].scaling, sizes["window_rope"] is not None
     if isinstance(scaling, Yarn):
       context = max(context, int(scaling.factor * scaling.original_context))
+    limit = int(limit) if isinstance(limit, np.integer) else limit
     most = context if limit is None else limit
     if (limit is not None and type(limit) is not int) or not 1 <= most <= context:
       raise ValueError(f"max_context: found {most!r}, expected 1 to {context}, as {self.path} says")

@@ -160,6 +160,7 @@ def test_max_context_out_of_range(folder, untyped):
   for limit in (0, 129, 64.0, True, "64"):
     with pytest.raises(ValueError, match=rf"max_context: found {limit!r}, expected 1 to 128"):
       HuggingFace(folder, max_context=limit)
+  assert type(HuggingFace(folder, max_context=np.int64(64)).config.max_context) is int
 
 
 # ---- bad folders

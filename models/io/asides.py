@@ -35,9 +35,11 @@ def aside(dest: str | os.PathLike[str], *, replace: bool = False) -> Iterator[pa
 
   Raises:
     FileExistsError: `dest` is there at the end, and is not to be replaced.
-    OSError: it cannot be written.
+    OSError: it cannot be written, or a folder is to be replaced.
   """
   dest = pathlib.Path(dest).absolute()
+  if replace and dest.is_dir():
+    raise IsADirectoryError(f"{dest}: found a folder, expected a file to write")
   prefix = f".{dest.name[:40]}."  # a name has at most 255 bytes
   with files.written(dest):
     dest.parent.mkdir(parents=True, exist_ok=True)

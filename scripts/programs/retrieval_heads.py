@@ -338,6 +338,10 @@ def _key(row: Row) -> str:
 
 def main(args: Args) -> None:
   common.check_numbers(args, **LEAST, samples=1, length=1)
+  for name, suffix in (("out", ".json"), ("--pattern", ".tsv")):  # by which labels tell them
+    path = getattr(args, name.removeprefix("--"))
+    if path is not None and path.suffix != suffix:
+      raise ValueError(f"{name}: found {path}, expected a name that ends in {suffix}")
   method = ltri(args, Asking, heads=None)
   model, tokenizer = common.load_model(args.checkpoint)
   samples = needles(tokenizer, args)

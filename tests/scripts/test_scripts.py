@@ -235,6 +235,11 @@ def test_record_refuses_bad_input(loaded, tmp_path):
     (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
     (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
+    (retrieval_heads.Args(ROOT), f"out: found {ROOT}, expected a name that ends in .json"),
+    (
+      retrieval_heads.Args(ROOT / "x.json", pattern=ROOT / "x.txt"),
+      f"--pattern: found {ROOT / 'x.txt'}, expected a name that ends in .tsv",
+    ),
     (needle_recall.Args(ROOT, block=0), "--block: found 0, expected at least 1"),
   ],
 )
@@ -257,6 +262,8 @@ def test_files_are_whole_or_not_there(tmp_path):
   with common.written_aside(target) as path:
     path.write_text(json.dumps({"a": 1}))
   assert [p.name for p in target.parent.iterdir()] == ["x.json"]
+  with pytest.raises(IsADirectoryError, match="folder: found a folder, expected a file"):
+    common.write(target.parent, "text")
 
 
 def test_streamed_text_wraps_at_words(capsys):

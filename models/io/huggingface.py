@@ -211,6 +211,11 @@ class HuggingFace(Source):
         f"{self._file}: found 'rope_scaling' {old} beside 'rope_parameters' {parameters}, expected "
         "one of them, or the same in both"
       )
+    for key in ("rope_theta", "partial_rotary_factor"):
+      top, own = self._entries.get(key), parameters.get(key)
+      if top is not None and own not in (None, top):
+        both = f"{top} beside {own} in 'rope_parameters'"
+        self.refuse(key, both, "one of them, or the same in both")
 
   def _rope(self, key: str, given: Any, theta: Any) -> Rope:
     kind = given.get("rope_type") or given.get("type")

@@ -240,6 +240,10 @@ UNKNOWN = [
   ),
   ({"rope_parameters": {**_YARN, "factor": 2.0}, "rope_scaling": _YARN}, r"beside .*parameters'"),
   (
+    {"rope_theta": 7.0, "rope_parameters": {"rope_type": "default", "rope_theta": 8.0}},
+    r"'rope_theta': found 7\.0 beside 8\.0 in 'rope_parameters', expected one of them",
+  ),
+  (
     {"model_type": "gemma3_text", "rope_parameters": _YARN},
     r"'rope_parameters': found the entries \['factor', 'rope_type'\], expected full_attention",
   ),

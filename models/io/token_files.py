@@ -173,8 +173,8 @@ def of_huggingface(folder: pathlib.Path) -> dict[str, Any]:
     "backend": backend,
     "bos": bos,
     "eos": eos,
-    "add_bos": bool(add_bos),
-    "add_eos": bool(add_eos),
+    "add_bos": add_bos,
+    "add_eos": add_eos,
     "ends": [token for token in ends if 0 <= token < size],  # others are never generated
     "chat_template": templates.pop("default", None),
     "templates": templates,

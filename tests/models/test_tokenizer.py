@@ -345,7 +345,7 @@ def test_named_chat_templates(tokenizer, tmp_path):
     made.render(HELLO, template="other")
 
 
-def test_bad_huggingface_folder(tokenizer, tmp_path):
+def test_bad_huggingface_folder(tokenizer, tmp_path, untyped):
   with pytest.raises(FileNotFoundError, match=r"tokenizer\.json: not found, expected a Hugging"):
     Tokenizer.from_huggingface(tmp_path)
   folder = published(tokenizer, tmp_path, chat_template="\\ud83d \U0001f600")
@@ -360,6 +360,9 @@ def test_bad_huggingface_folder(tokenizer, tmp_path):
     (folder / "tokenizer_config.json").write_text(text)
     with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {message}"):
       Tokenizer.from_huggingface(folder)
+  published(tokenizer, folder, bos_token=SPECIALS[1], add_bos_token="false")
+  with pytest.raises(ValueError, match="add_bos: found 'false', expected bool"):
+    Tokenizer.from_huggingface(folder)
   published(tokenizer, folder)
   state = json.loads((folder / "tokenizer.json").read_text())
   state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}

@@ -236,7 +236,7 @@ class Batcher:
     if self._most is not None and size + limit > self._most[0]:
       raise ValueError(
         f"limit: found {limit} after a prompt of {size}, expected at most "
-        f"{self._most[0] - size}: a row has room for {self._most[0]} tokens"
+        f"{self._most[0]} tokens together, the room of a row"
       )
     new = np.array([size + limit])
     checks.context(config, self._method, np.zeros(1, np.int32), new, "submit")

@@ -95,13 +95,13 @@ def test_what_selects_selects_within_a_heads_window(base):
 
 
 def test_cudnn_refuses():
-  """Its prompts have one window for all heads."""
+  """Its prompts have no windows."""
   method, stream = Apart(), Stream.random(0, tokens=20)
   at, spec = method.at(Env(4, impl="cudnn"), 0), stream.spec(20, dtype=jnp.bfloat16)
   q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (stream.q, stream.k, stream.v))
   lengths = jnp.array([20, 11])
   prompt = Prompt(lengths, lengths, None, 20, 0)
-  with pytest.raises(NotImplementedError, match="window in this layer that 'cudnn' cannot cut"):
+  with pytest.raises(NotImplementedError, match="a window in this layer; 'cudnn' attends to all"):
     jax.eval_shape(
       lambda: method.prefill(at, Cache.empty(method, spec, 0), q, k, v, prompt, Carry())[0]
     )

@@ -328,7 +328,7 @@ def test_a_stop_of_bytes_is_found_at_the_limit():
     ({"prompt": [61]}, ValueError, r"prompt: found ids in \[61, 61\], expected ids in \[0, 61\)"),
     ({"prompt": [[1]]}, TypeError, "prompt: found int64 .* expected a list of integers"),
     ({"limit": 0}, ValueError, "limit: found 0, expected at least 1"),
-    ({"limit": 62}, ValueError, "limit: found 62 after a prompt of 3, expected at most 61: a row"),
+    ({"limit": 62}, ValueError, "limit: found 62 after a prompt of 3, expected at most 64 tokens"),
     ({"limit": 2.0}, TypeError, r"limit: found 2\.0, expected an integer"),
     ({"seed": -1}, ValueError, "seed: found -1"),
     ({"stop": [61]}, ValueError, "stop: found 61"),

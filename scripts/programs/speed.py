@@ -47,11 +47,10 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import bench_files, common, console, step_time
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import cells, plan, registry
+from kvjax.programs.evals.costs import FILE, KEY, key, measured
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.suites.e2e import stepping
 
-FILE = "speed.jsonl"
-KEY = ("method", "budget", "length", "batch")
 STEPS = 16  # of a dispatch
 TIMES = 10  # dispatches of a measurement
 CALLS = 3  # of `generate`, of 2 · STEPS tokens each, after one that compiles
@@ -82,20 +81,6 @@ class Args:
   seed: int = 0
   """Draws the texts."""
   checkpoint: common.Checkpoint = None
-
-
-def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
-  """The lines of a folder; a last one that was cut off is left out (`repair`: and removed)."""
-  path = folder / FILE
-  data = path.read_bytes() if path.is_file() else b""
-  whole = data[: data.rfind(b"\n") + 1]
-  if repair and len(whole) < len(data):
-    os.truncate(path, len(whole))
-  return [json.loads(line) for line in whole.splitlines()]
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(row[name] for name in KEY)
 
 
 class Bench:

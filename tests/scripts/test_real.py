@@ -171,8 +171,8 @@ def test_without_the_full_cache_nothing_stands():
   "line, said",
   [
     ("{", "line 1: found Expecting"),
-    ("[]", "line 1: found no method and budget"),
-    ('{"method": "full", "budget": null}', "line 1: found length = None, expected a number"),
+    ("[]", "line 1: found no method, budget, length, batch"),
+    ('{"method": "full", "budget": null}', "line 1: found no length, batch, expected the cost"),
     (json.dumps({**lines()[0], "us_quartiles": [1]}), r"us_quartiles = \[1\], expected two"),
     (json.dumps({**lines()[0], "us": -1}), "found us = -1, expected a number"),
   ],
@@ -181,6 +181,15 @@ def test_damaged_costs_are_named(tmp_path, line, said):
   (tmp_path / costs.FILE).write_text(line + "\n")
   with pytest.raises(ValueError, match=rf"speed\.jsonl: .*{said}"):
     costs.read(tmp_path)
+
+
+def test_lines_without_a_time_and_cut_off_ones_cost_nothing(tmp_path):
+  """Of a method that computed something else, and of a run that was killed."""
+  timed, wrong = lines()[:2]
+  write(tmp_path, [], [timed, {name: x for name, x in wrong.items() if name[:2] != "us"}])
+  with (tmp_path / costs.FILE).open("a") as file:
+    file.write('{"method": "h2')
+  assert [cost.method for cost in costs.read(tmp_path)] == [timed["method"]]
 
 
 def test_the_last_line_of_a_shape_counts(tmp_path):

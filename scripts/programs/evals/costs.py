@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvjax.programs.evals.standing import FULL, Standings, aware_first
 from kvjax.programs.evals.stats import Estimate
 
 FILE = "speed.jsonl"
+KEY = ("method", "budget", "length", "batch")
 _NUMBERS = ("length", "batch", "us", "cache_bytes", "host_bytes", "read_bytes")
 
 
@@ -65,29 +68,50 @@ class Cost:
     return self.read_bytes / 1e9
 
 
+def key(line: dict[str, Any]) -> tuple[Any, ...]:
+  return tuple(line[name] for name in KEY)
+
+
+def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
+  """The lines of a folder; a last one that was cut off is left out (`repair`: and removed).
+
+  Raises:
+    ValueError: a line is damaged.
+  """
+  path = folder / FILE
+  data = path.read_bytes() if path.is_file() else b""
+  whole = data[: data.rfind(b"\n") + 1]
+  if repair and len(whole) < len(data):
+    os.truncate(path, len(whole))
+  return [_parsed(x, f"{path}: line {number}") for number, x in enumerate(whole.splitlines(), 1)]
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+  try:
+    held = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{where}: found {error}, expected the cost of a method") from error
+  if lacking := [x for x in KEY if not isinstance(held, dict) or x not in held]:
+    raise ValueError(f"{where}: found no {', '.join(lacking)}, expected the cost of a method")
+  return held
+
+
 def read(folder: pathlib.Path) -> list[Cost]:
   """The costs in a folder, of several lines for one method and shape the last; none without a file.
+
+  A line without a time, whose method computed something else than the reference, is none.
 
   Raises:
     ValueError: a line is damaged, or lacks a number.
   """
-  path = folder / FILE
-  if not path.is_file():
-    return []
   found = {}
-  for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-    cost = _parsed(line, f"{path}: line {number}")
-    found[cost.method, cost.budget, cost.length, cost.batch] = cost
+  for number, line in enumerate(measured(folder), 1):
+    if "us" in line:
+      found[key(line)] = _cost(line, f"{folder / FILE}: line {number}")
   return list(found.values())
 
 
-def _parsed(line: str, where: str) -> Cost:
-  try:
-    held = json.loads(line)
-  except ValueError as error:
-    raise ValueError(f"{where}: found {error}, expected the cost of a method") from error
-  if not isinstance(held, dict) or not {"method", "budget"} <= held.keys():
-    raise ValueError(f"{where}: found no method and budget, expected the cost of a method")
+def _cost(held: dict[str, Any], where: str) -> Cost:
   for name in _NUMBERS:
     if not isinstance(value := held.get(name), int | float) or value < 0:
       raise ValueError(f"{where}: found {name} = {value!r}, expected a number")

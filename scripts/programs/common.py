@@ -322,7 +322,13 @@ def drop_programs() -> bool:
 
 
 def check_numbers(args: Any, **least: int) -> None:
-  """Raises ValueError for a number, or one of several, below the least of its name; None passes."""
+  """Raises ValueError for a number, or one of several, below the least of its name; None passes.
+
+  And for an option of several values that was given without any.
+  """
+  for field in dataclasses.fields(args):
+    if isinstance(field.default, tuple) and field.default and not getattr(args, field.name):
+      raise ValueError(f"--{field.name.replace('_', '-')}: found none, expected at least one")
   for name, bound in least.items():
     given = getattr(args, name)
     for value in given if isinstance(given, tuple) else (given,):

@@ -219,8 +219,6 @@ def _visited(points: dict[str, dict[str, Any]]) -> str:
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, steps=1, budget=1)
-  if not args.starts:
-    raise ValueError("--starts: found none, expected at least one speech")
   model, tokenizer = common.load_model(args.checkpoint)
   sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
   about = sheets.about(args.checkpoint) | {"cut on": FITTING.about}

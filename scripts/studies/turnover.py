@@ -242,9 +242,6 @@ def said(report: dict[str, Any]) -> str:
 def main(args: Args) -> int:
   least = {"prompt": 1, "answer": 1, "rows": 2, "temperature": 0, "seed": 0, "budgets": 1}
   common.check_numbers(args, **least, window=1, together=1)
-  for name in ("methods", "budgets"):
-    if not getattr(args, name):
-      raise ValueError(f"--{name}: found none, expected at least one")
   room = args.prompt + args.answer
   chosen = plan.entries(args.methods, [str(budget) for budget in args.budgets], room)
   chosen = [entry for entry in chosen if entry.label in args.methods]

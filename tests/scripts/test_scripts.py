@@ -231,6 +231,8 @@ def test_record_refuses_bad_input(loaded, tmp_path):
     (generate.Args("Who?", seed=-1), "--seed: found -1, expected at least 0"),
     (generate.Args("Who?", prefill_chunk=0), "--prefill-chunk: found 0, expected at least 1"),
     (evaluate.Args(samples=0), "--samples: found 0, expected at least 1"),
+    (evaluate.Args(tasks=()), "--tasks: found none, expected at least one"),
+    (evaluate.Args(modes=()), "--modes: found none, expected at least one"),
     (evaluate.Args(memory=-1.0), "--memory: found -1.0, expected a number above 0"),
     (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),

@@ -81,7 +81,8 @@ def test_every_method_is_timed(loaded, tmp_path):
 @pytest.mark.parametrize(
   ("changes", "named"),
   [
-    ({"lengths": ()}, "--lengths"),
+    ({"lengths": ()}, "--lengths: found none, expected at least one"),
+    ({"budgets": ()}, "--budgets: found none, expected at least one"),
     ({"batches": (0,)}, "--batches"),
     ({"budgets": ("none",)}, "--budgets"),
     ({"methods": ("nobody",)}, "--methods"),

@@ -60,6 +60,9 @@ Checkpoint = Annotated[
 ]
 
 
+Impl = Literal["auto", "reference", "pallas", "jax-triton"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
   """The model that a program decodes with, and the method that it does so under."""
@@ -70,7 +73,7 @@ class Decoding:
   quantised:bits=4+snapkv, module:Class."""
   budget: Annotated[int, tyro.conf.arg(metavar="TOKENS")] = 1024
   """Tokens that the method keeps or reads per step, where it has such a setting."""
-  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  impl: Impl = "auto"
   """Implementation of the method's operations."""
 
 

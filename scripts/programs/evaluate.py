@@ -46,7 +46,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -98,7 +98,7 @@ class Args:
   """Rows at a time; 25 on a GPU by default, else 5."""
   memory: Annotated[float | None, common.optional("GB")] = None
   """Memory that caches may fill while a prompt is read; a third of the GPU's by default, else 4."""
-  impl: Literal["auto", "reference", "pallas", "jax-triton"] = "auto"
+  impl: common.Impl = "auto"
   """Implementation of the methods' operations."""
   no_chat: bool = False
   """Ask questions as plain text, without a chat template."""

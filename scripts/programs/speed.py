@@ -21,7 +21,6 @@ the relative difference of the logits, `agreed` the share of rows with the same 
 If the error exceeds TOLERANCE, the line has no time.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -54,6 +53,7 @@ from kvjax.programs.suites.e2e import stepping
 STEPS = 16  # of a dispatch
 TIMES = 10  # dispatches of a measurement
 CALLS = 3  # of `generate`, of 2 · STEPS tokens each, after one that compiles
+CALLED = 2 * (2 + CALLS) * STEPS  # tokens of all calls
 ROUNDS = 3  # measurements at most, where quartiles are wide
 FAILURES = ValueError, NotImplementedError, MemoryError
 TOLERANCE = 5e-2  # bfloat16 and a selection that two ways to round may settle otherwise
@@ -72,7 +72,7 @@ class Args:
   """Tokens of prompt and answer together."""
   batches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="ROWS ...")] = (8,)
   """Rows that are decoded together."""
-  impl: str = "auto"
+  impl: common.Impl = "auto"
   """Implementation of the methods' operations."""
   called: bool = False
   """Also time `generate`; its program is compiled besides."""
@@ -89,7 +89,7 @@ class Bench:
   def __init__(self, model: Transformer, prompts: Sequence[list[int]], length: int, args: Args):
     self.model, self.length, self.args = model, length, args
     self.tokens, lengths = pad(prompts, multiple=length)
-    room = args.called * 2 * (2 + CALLS) * STEPS  # for what comes, where every token is kept
+    room = args.called * CALLED  # for what comes, where every token is kept
     self.lengths = np.minimum(lengths, length - room)
     self.graph, self.leaves = split(model)
 
@@ -192,8 +192,14 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
   """A line for everything that the folder does not have."""
   labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
   entries = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
+  facts = {
+    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "device": jax.devices()[0].device_kind,
+    "jax": jax.__version__,
+  }
   have = {key(row) for row in measured(args.out, repair=True)}
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
+  args.out.mkdir(parents=True, exist_ok=True)
   reader = {chat: Reader(tokenizer, chat=chat) for chat in (False, True)}
   for length in args.lengths:
     made = cells.build([registry.TASKS["kl"]], [length], max(args.batches), args.seed, reader)
@@ -210,7 +216,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
         common.drop_programs()
         with console.step(f"{entry.label}, budget {entry.budget}, B{batch} T{length}") as step:
           try:
-            row = named | {"settings": repr(entry.method)} | bench.measure(entry.method)
+            row = named | {"settings": repr(entry.method)} | bench.measure(entry.method) | facts
           except (*FAILURES, jax.errors.JaxRuntimeError) as error:
             step.note(f"not run: {error}")
             continue
@@ -219,19 +225,16 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args)
-  for name in ("lengths", "batches"):
-    if not getattr(args, name) or min(getattr(args, name)) < 1:
-      raise ValueError(f"--{name}: found {getattr(args, name)}, expected numbers of at least 1")
-  args.out.mkdir(parents=True, exist_ok=True)
-  facts = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
-    "device": jax.devices()[0].device_kind,
-    "jax": jax.__version__,
-  }
-  with contextlib.closing((args.out / FILE).open("a", encoding="utf-8")) as file:
-    for row in lines(args):
-      file.write(json.dumps(row | facts) + "\n")
+  common.check_numbers(args, lengths=1, batches=1)
+  if args.called and min(args.lengths) <= CALLED:
+    raise ValueError(
+      f"--lengths: found {min(args.lengths)}, expected more than the {CALLED} tokens of --called"
+    )
+  if args.trace and not args.called:
+    raise ValueError("--trace: found it alone, expected it beside --called")
+  for row in lines(args):
+    with (args.out / FILE).open("a", encoding="utf-8") as file:
+      file.write(json.dumps(row) + "\n")
       file.flush()
       os.fsync(file.fileno())
 

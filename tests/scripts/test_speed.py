@@ -1,6 +1,7 @@
 """The programs that time steps after real text, and first prompts, on a tiny model."""
 
 import json
+import pathlib
 
 import pytest
 
@@ -86,11 +87,15 @@ def test_every_method_is_timed(loaded, tmp_path):
     ({"batches": (0,)}, "--batches"),
     ({"budgets": ("none",)}, "--budgets"),
     ({"methods": ("nobody",)}, "--methods"),
+    ({"lengths": (160,), "called": True}, "--lengths: found 160, expected more than the 160"),
+    ({"trace": pathlib.Path("x")}, "--trace: found it alone, expected it beside --called"),
   ],
 )
 def test_bad_arguments_are_named(loaded, tmp_path, changes, named):
+  """And leave nothing behind."""
   with pytest.raises(ValueError, match=named):
-    speed.main(args(tmp_path, **changes))
+    speed.main(args(tmp_path / "out", **changes))
+  assert not (tmp_path / "out").exists()
 
 
 # ---- the cold start, a fresh process for each row

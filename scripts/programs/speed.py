@@ -5,7 +5,8 @@
 
 No activation is random: the rows are speeches, as in the task `kl` of `evaluate`, and each method
 selects, shares or stops on their activations. Each measured method is a line of <out>/speed.jsonl;
-methods that are already in the folder are not measured again:
+methods that are already in the folder are not measured again. A folder of another model, device,
+version of jax, implementation or seed is refused:
 
     us            a greedy step of the whole batch, STEPS steps per dispatch; its quartiles; all
     called_us     the same as `generate` takes it (--called): the least of CALLS calls
@@ -189,15 +190,29 @@ def _timed(program: Any, leaves: Any, caches: Caches, token: jax.Array) -> dict[
 
 
 def lines(args: Args) -> Iterator[dict[str, Any]]:
-  """A line for everything that the folder does not have."""
+  """A line for everything that the folder does not have.
+
+  Raises:
+    ValueError: its lines are of another model, device, version, implementation or seed.
+  """
   labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
   entries = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
   facts = {
-    "model": args.checkpoint.name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "model": args.checkpoint.absolute().name if args.checkpoint else "SmolLM2-135M-Instruct",
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
+    "impl": args.impl,
+    "seed": args.seed,
   }
-  have = {key(row) for row in measured(args.out, repair=True)}
+  have = set()
+  for row in measured(args.out, repair=True):
+    have.add((key(row), row.get("settings")))
+    for name, now in facts.items():
+      if (before := row.get(name, now)) != now:
+        raise ValueError(
+          f"{args.out / FILE}: found lines with {name} = {before!r}, and now it is {now!r}: "
+          "expected the same, or another --out"
+        )
   model, tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
   args.out.mkdir(parents=True, exist_ok=True)
   reader = {chat: Reader(tokenizer, chat=chat) for chat in (False, True)}
@@ -211,8 +226,9 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
       bench = Bench(model, prompts[:batch], length, args)
       for entry in entries[length]:
         named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
-        if key(named) in have:
+        if (mine := (key(named), repr(entry.method))) in have:
           continue
+        have.add(mine)
         common.drop_programs()
         with console.step(f"{entry.label}, budget {entry.budget}, B{batch} T{length}") as step:
           try:

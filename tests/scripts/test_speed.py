@@ -63,6 +63,8 @@ def test_what_is_there_is_not_measured_again(loaded, tmp_path):
   speed.main(args(tmp_path, methods=("snapkv", "tova")))
   assert (tmp_path / speed.FILE).read_text().startswith(first)
   assert [row["method"] for row in speed.measured(tmp_path)] == ["full", "snapkv", "tova"]
+  with pytest.raises(ValueError, match=r"found lines with seed = 0, and now it is 1: expected"):
+    speed.main(args(tmp_path, seed=1))
 
 
 @pytest.mark.slow

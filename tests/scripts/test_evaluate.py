@@ -563,6 +563,13 @@ def test_two_runs_do_not_write_into_one_folder(finished):
   store.Store(finished[0], settings).close()
 
 
+def test_settings_without_rows_are_replaced(tmp_path):
+  """A run came to none: its lengths were too short, or it was stopped while it compiled."""
+  for batch in (5, 2):
+    store.Store(tmp_path, {"batch": batch}).close()
+  assert store.settings_of(tmp_path) == {"batch": 2}
+
+
 def test_rows_without_settings_are_refused(tmp_path):
   (tmp_path / store.ROWS).write_text(f"{LINE}\n")
   with pytest.raises(ValueError, match="expected both or none"):

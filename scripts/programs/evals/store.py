@@ -50,7 +50,7 @@ class Store:
 
   Args:
     folder: made if it is not there.
-    settings: must equal those that the folder has, if it has any.
+    settings: must equal those that the folder has, if it has rows.
 
   Attributes:
     settings: as given.
@@ -81,13 +81,12 @@ class Store:
 
   def _check(self, settings: dict[str, Any]) -> None:
     self.settings = settings
-    path = self.folder / SETTINGS
-    if path.is_file():
+    if not self._file.tell() and not (self.folder / PACKED).is_file():
+      self._write_settings()  # in place of those of a run that came to no row
+    elif (self.folder / SETTINGS).is_file():
       self._compare(self.folder)
-      return
-    if self._file.tell() or (self.folder / PACKED).is_file():
+    else:
       raise ValueError(f"{self.folder}: found {ROWS} without {SETTINGS}, expected both or none")
-    self._write_settings()
 
   def _write_settings(self) -> None:
     path = self.folder / SETTINGS

@@ -21,6 +21,7 @@ from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import Carry, Env
 from kvjax.families import forms, sliding
 from kvjax.families.bounded import Bounded
+from kvjax.families.coded import Coded
 from kvjax.families.method import Method
 from kvjax.methods.registry import check_method
 from kvjax.ops import offload, shared_slots
@@ -340,7 +341,10 @@ def _summed(
       sums["others"] += size * (name in changed)
   traits = at.top.traits
   least, most = traits.scans(spec)
-  ends = forms.differs(at.top, "attend")  # it may not read all that the plan lists
+  inner = at.top
+  while isinstance(inner, Coded):  # attends as its base does, over other numbers
+    inner = inner.base
+  ends = forms.differs(inner, "attend")  # it may not read all that the plan lists
   return LayerTraffic(
     attended=attended,
     tokens=sums["tokens"],

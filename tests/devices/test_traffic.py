@@ -85,6 +85,8 @@ def test_quest_reads_bounds_and_pages():
 def test_codes_are_read_where_what_they_stand_for_is():
   """256 of 4,096 tokens in a byte a number; their scales, and what Quest reads as it is."""
   dense, sparse, _ = step_traffic(SPEC, kvjax.Quantised(kvjax.Quest(256, dense_layers=1), bits=8))
+  assert not (dense.bound or sparse.bound)  # as Quest's; CIS's data decide over codes, too
+  assert step_traffic(SPEC, kvjax.Quantised(kvjax.CIS(64, 4, 16)))[0].bound
   assert dense.tokens == 4096 * TOKEN // 2
   assert sparse.attended == 256
   assert sparse.tokens == 256 * TOKEN // 2 + 16 * TOKEN // 4  # and a page's keys

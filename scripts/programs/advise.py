@@ -91,14 +91,14 @@ class Args:
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, batch=1, devices=1, hosts=1, mesh=1)
   for name in ("memory", "bandwidth"):
-    if (value := getattr(args, name)) is not None and not value > 0:
-      raise ValueError(f"--{name}: found {value}, expected more than 0")
+    if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+      raise ValueError(f"--{name}: found {value}, expected a number above 0")
   config = shapes.shape(args.model)
   case = Case(config, args.length, args.batch, device(args), spread(args, config), args.hosts)
   full = Advice(case, "full", None, kvjax.Full())
+  rows = Rows(args.rows or ROWS, args.tasks)
   if not args.json:
     print(beginning(args.model, case, full), flush=True)
-  rows = Rows(args.rows or ROWS, args.tasks)
   with console.step("tracing steps", sys.stderr, fleeting=True):
     found = considered(case, rows, args.methods, args.budgets) if case.fits else [full]
     refused = [x for x in found if x.refused]

@@ -507,8 +507,9 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
   [
     ({"model": "qwen3-8b"}, r"--model: found 'qwen3-8b', expected .* \(did you mean Qwen3-8B\?\)"),
     ({"length": 0}, "--length: found 0, expected at least 1"),
-    ({"memory": 0.0}, "--memory: found 0.0, expected more than 0"),
-    ({"bandwidth": -1.0}, "--bandwidth: found -1.0, expected more than 0"),
+    ({"memory": 0.0}, "--memory: found 0.0, expected a number above 0"),
+    ({"memory": float("inf")}, "--memory: found inf, expected a number above 0"),
+    ({"bandwidth": -1.0}, "--bandwidth: found -1.0, expected a number above 0"),
     ({"device": "h300"}, "--device: found 'h300', expected a part of one of nvidia-h100-80gb"),
     ({"methods": ("fulll",)}, "--methods: found 'fulll', expected one of: full"),
     ({"budgets": ("x",)}, "--budgets: found 'x', expected tokens"),

@@ -1,7 +1,7 @@
 """Make a report with pictures from results of evaluate, speed and bench.
 
     kvjax plot evaluation --out report.html
-    kvjax plot scripts/results/nvidia-h200/* --out report.html --pictures pictures
+    kvjax plot run scripts/results/nvidia-h200/bench_*.json --out report.html --pictures pictures
 
 Takes folders that `evaluate` wrote and JSON files that `bench` wrote. The report is one HTML file
 that needs no other file. Pictures: needle by length and depth; score against measured bytes; score

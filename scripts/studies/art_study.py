@@ -24,6 +24,7 @@ import numpy as np
 import tyro
 
 from kvjax.analysis import early_stops
+from kvjax.models.io import files
 from kvjax.programs import common
 from scripts.studies import sheets
 
@@ -39,7 +40,7 @@ BOTH = (TAU, 1e-2)  # τ of what is not swept
 @dataclasses.dataclass(frozen=True)
 class Args:
   recording: Annotated[pathlib.Path, tyro.conf.Positional, tyro.conf.arg(metavar="NPZ")]
-  """A file of scripts.studies.record."""
+  """A file of `kvjax record`."""
   tile: int = 128
   """Keys per tile of the walk."""
   least: int = 8
@@ -337,12 +338,12 @@ def main(args: Args) -> None:
   common.check_numbers(args, tile=1, least=0)
   if not args.recording.exists():
     raise FileNotFoundError(
-      f"recording: found no {args.recording}, expected a scripts.studies.record file"
+      f"recording: found no {args.recording}, expected a file of kvjax record"
     )
-  with np.load(args.recording) as file:
-    arrays = dict(file)
-  about = json.loads(str(arrays.pop("about")))
-  tokens = len(arrays["tokens"])
+  whole = files.whole(args.recording, "a file of kvjax record")
+  with whole, args.recording.open("rb") as file, np.load(file) as held:
+    arrays = dict(held)
+    about, tokens = json.loads(str(arrays.pop("about"))), len(arrays["tokens"])
   title = f"{about['model']} on {about['text']}, {tokens:,} tokens"
   for order in ORDERS:
     found = study(arrays, args.tile, args.least, order)

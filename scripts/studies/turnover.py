@@ -32,6 +32,7 @@ import kvjax
 from kvjax.models.decode.generate import generate, prefill
 from kvjax.models.decode.prefill import empty
 from kvjax.models.decode.sampling import Sampling
+from kvjax.models.io import files
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console
@@ -125,9 +126,10 @@ def texts_of(
   """Prompts [B, T] and answers [B, N], of an earlier run or new."""
   path = args.out / "texts.npz"
   if path.exists():
-    with np.load(path) as held:
-      sheets.refuse_other(path, json.loads(str(held["about"])), about)
-      return held["prompts"], held["answers"]
+    with files.whole(path, "the texts of a run"), path.open("rb") as file, np.load(file) as held:
+      found, prompts, answers = json.loads(str(held["about"])), held["prompts"], held["answers"]
+    sheets.refuse_other(path, found, about)
+    return prompts, answers
   prompts = prompts_of(tokenizer, args)
   answers = write(model, tokenizer, prompts, args)
   with common.written_aside(path) as aside, aside.open("wb") as file:

@@ -115,3 +115,10 @@ def test_what_is_written(tmp_path, capsys):
     art_study.main(art_study.Args(path, tile=4, least=99, out=tmp_path))
   with pytest.raises(FileNotFoundError, match="recording: found no"):
     art_study.main(art_study.Args(tmp_path / "none.npz"))
+
+
+def test_what_is_no_recording_is_named(tmp_path):
+  for damage in (b"junk", b"PK\3\4 cut off"):
+    (path := tmp_path / "x.npz").write_bytes(damage)
+    with pytest.raises(ValueError, match=r"x\.npz: found .*, expected a file of kvjax record"):
+      art_study.main(art_study.Args(path))

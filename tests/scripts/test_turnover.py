@@ -167,6 +167,9 @@ def test_files_of_other_runs_are_refused(args, monkeypatch):
     turnover.main(dataclasses.replace(args, seed=1))
   with pytest.raises(ValueError, match=r"turnover\.json: found .*'window': 16}, expected"):
     turnover.main(dataclasses.replace(args, window=8))
+  (args.out / "texts.npz").write_bytes(b"PK\3\4 cut off")
+  with pytest.raises(ValueError, match=r"texts\.npz: found .*, expected the texts of a run"):
+    turnover.main(args)
   (args.out / "texts.npz").unlink()
   written += 1  # on another device other texts are drawn
   with pytest.raises(ValueError, match=r"turnover\.json: found a run with {'texts': "):

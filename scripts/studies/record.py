@@ -73,14 +73,13 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
     ValueError: a layer does not exist, the text is shorter than the length, or a number does not
       fit in float16.
   """
-  count, cap = model.config.layers, model.config.soft_cap
+  cap = model.config.soft_cap
   if cap is not None:
     raise NotImplementedError(
       f"model: found a soft cap of {cap} on logits, expected none: scores are q · k / sqrt(H)"
     )
-  if not args.layers or not all(0 <= layer < count for layer in args.layers):
-    raise ValueError(f"--layers: found {args.layers}, expected some of 0 to {count - 1}")
   common.check_numbers(args, stride=1)
+  sheets.check_layers(args.layers, model.config.layers)
   ids = tokenizer.encode(text)[: args.length]
   if len(ids) < args.length or args.length < 1:
     raise ValueError(f"--length: found {args.length}, expected 1 to {len(ids)} (the text's tokens)")

@@ -3,7 +3,7 @@
 import json
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,12 @@ def refuse_other(path: pathlib.Path, found: dict[str, Any], about: dict[str, Any
     other = {name: found.get(name) for name, value in about.items() if found.get(name) != value}
     wanted = {name: about[name] for name in other}
     raise ValueError(f"{path}: found a run with {other}, expected {wanted}, or another folder")
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+  """Raises ValueError where --layers names one that a model of so many does not have."""
+  if not all(0 <= layer < count for layer in layers):
+    raise ValueError(f"--layers: found {layers}, expected some of 0 to {count - 1}")
 
 
 def tokens(tokenizer: Tokenizer, text: str, count: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from kvjax.programs import (
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
-from scripts.studies import needle_recall, record, sharing_study
+from scripts.studies import hit_rates, needle_recall, record, sharing_study
 from tests.processes import ROOT
 
 LENGTH, BUDGET = 400, 64
@@ -203,7 +203,7 @@ def test_record_reports_what_attention_is_given(loaded, tmp_path):
   np.testing.assert_allclose(out, attention, atol=5e-3)
 
 
-def test_record_refuses_bad_input(loaded, tmp_path):
+def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
   model, tokenizer = loaded
   good = record.Args(tmp_path / "x.npz", layers=(0,), length=8)
   for change, message in (
@@ -213,6 +213,9 @@ def test_record_refuses_bad_input(loaded, tmp_path):
   ):
     with pytest.raises(ValueError, match=message):
       record.record(model, tokenizer, "ten bytes.", dataclasses.replace(good, **change))
+  monkeypatch.setattr(common, "load_model", lambda *_: loaded)
+  with pytest.raises(ValueError, match=r"--layers: found \(0, -1\), expected some of 0 to 1"):
+    hit_rates.main(hit_rates.Args(tmp_path / "x.json", layers=(0, -1)))
   capped = nnx.merge(*nnx.split(model))
   capped.config = dataclasses.replace(model.config, soft_cap=50.0)
   with pytest.raises(NotImplementedError, match=r"model: found a soft cap of 50\.0 on logits"):

@@ -362,11 +362,15 @@ def load_model(
   path = processes.of_first(converted)
   if jax.process_index() > 0:  # there by now, unless its host keeps a cache folder of its own
     path = converted()
-  name = "SmolLM2-135M-Instruct" if checkpoint is None else checkpoint.name
-  with console.step(f"loading {name}", out) as step:
+  with console.step(f"loading {model_name(checkpoint)}", out) as step:
     model, tokenizer = convert.load(path, impl=impl, mesh=mesh)
     step.note(model.dtype.name)
   return model, tokenizer
+
+
+def model_name(checkpoint: pathlib.Path | None) -> str:
+  """The name of a model: its folder's or file's, also where that was given as "." or ".."."""
+  return os.path.basename(os.path.abspath(checkpoint or "SmolLM2-135M-Instruct"))
 
 
 def read_text(path: pathlib.Path, option: str) -> str:

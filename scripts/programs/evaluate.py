@@ -145,7 +145,7 @@ def settings(args: Args, model: Transformer, tokenizer: Tokenizer, batch: int) -
   """Settings that the numbers of a folder depend on."""
   return {
     "version": VERSION,
-    "model": args.checkpoint.absolute().name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "model": common.model_name(args.checkpoint),
     "weights": origin.weights(model),
     "tokenizer": origin.tokenizer(tokenizer),
     "config": model.config.to_json(),

@@ -86,7 +86,7 @@ class Service:
     how["together"] = args.together
     score = functools.partial(continuations.score_all, model, method, batch=args.rows)
     self.args, self.engine = args, Engine(Batcher(model, method, **how), score)
-    self.name = "SmolLM2-135M-Instruct" if args.checkpoint is None else args.checkpoint.name
+    self.name = common.model_name(args.checkpoint)
     context = args.context_tokens or (1 if method.traits.order_independent else None)
     self.limits = {"capacity": capacity, "most": args.rows + args.queue, "context": context}
     self.limits["template"] = common.template_arguments(args.template_args)

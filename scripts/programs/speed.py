@@ -198,7 +198,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
   labels = list(kvjax.METHODS) if args.methods == ("all",) else args.methods
   entries = {length: plan.entries(labels, args.budgets, length) for length in args.lengths}
   facts = {
-    "model": args.checkpoint.absolute().name if args.checkpoint else "SmolLM2-135M-Instruct",
+    "model": common.model_name(args.checkpoint),
     "device": jax.devices()[0].device_kind,
     "jax": jax.__version__,
     "impl": args.impl,

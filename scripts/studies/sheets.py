@@ -10,13 +10,9 @@ import numpy as np
 
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import bench, console
+from kvjax.programs.common import model_name as model_name
 from kvjax.programs.common import write as write
 from kvjax.programs.evals import haystack
-
-
-def model_name(checkpoint: pathlib.Path | None) -> str:
-  """The name of a converted checkpoint, or of the default one."""
-  return checkpoint.name if checkpoint else "SmolLM2-135M-Instruct"
 
 
 def about(checkpoint: pathlib.Path | None) -> dict[str, str]:

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -256,6 +257,13 @@ def test_nonsense_numbers_end_a_program_in_one_line(args, says, monkeypatch, tmp
   with pytest.raises(SystemExit) as end, common.one_line_errors():
     sys.modules[type(args).__module__].main(args)
   assert str(end.value).splitlines()[0] == f"error: {says}"
+
+
+def test_a_model_is_called_as_its_folder(tmp_path, monkeypatch):
+  (tmp_path / "mine" / "part").mkdir(parents=True)
+  monkeypatch.chdir(tmp_path / "mine")
+  given = (".", "../mine", "part/..", str(tmp_path / "mine"), "owner/mine")
+  assert {common.model_name(pathlib.Path(name)) for name in given} == {"mine"}
 
 
 def test_files_are_whole_or_not_there(tmp_path):

@@ -19,6 +19,7 @@ import numpy as np
 
 import kvjax
 from kvjax.methods import labels
+from kvjax.programs import common
 from kvjax.programs.evals.task import Row
 
 UNKNOWN = "unknown"
@@ -63,7 +64,7 @@ def record(text: str, texts: Iterable[str], *, model: pathlib.Path | None, **mor
     "text": text,
     **more,
     "fingerprints": " ".join(marks),
-    "model": model.name if model else "SmolLM2-135M-Instruct",
+    "model": common.model_name(model),
     "jax": jax.__version__,
     "kvjax": kvjax.__version__,
   }

@@ -335,7 +335,7 @@ def check_numbers(args: Any, **least: int) -> None:
   for name, bound in least.items():
     given = getattr(args, name)
     for value in given if isinstance(given, tuple) else (given,):
-      if value is not None and value < bound:
+      if value is not None and not value >= bound:  # nor NaN
         option = name.replace("_", "-")
         raise ValueError(f"--{option}: found {value}, expected at least {bound}")
 

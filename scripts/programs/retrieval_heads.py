@@ -337,7 +337,7 @@ def _key(row: Row) -> str:
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, **LEAST, samples=1, length=1)
+  common.check_numbers(args, **LEAST, samples=1, length=1, threshold=0)
   for name, suffix in (("out", ".json"), ("--pattern", ".tsv")):  # by which labels tell them
     path = getattr(args, name.removeprefix("--"))
     if path is not None and path.suffix != suffix:

@@ -241,6 +241,10 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
     (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
     (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
+    (
+      retrieval_heads.Args(ROOT / "x.json", threshold=float("nan")),
+      "--threshold: found nan, expected at least 0",
+    ),
     (retrieval_heads.Args(ROOT), f"out: found {ROOT}, expected a name that ends in .json"),
     (
       retrieval_heads.Args(ROOT / "x.json", pattern=ROOT / "x.txt"),

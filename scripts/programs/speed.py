@@ -253,6 +253,8 @@ def main(args: Args) -> None:
       file.write(json.dumps(row) + "\n")
       file.flush()
       os.fsync(file.fileno())
+  if not measured(args.out):
+    raise ValueError(f"{args.out / FILE}: found no lines: every method was refused")
 
 
 if __name__ == "__main__":

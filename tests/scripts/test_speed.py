@@ -100,6 +100,15 @@ def test_bad_arguments_are_named(loaded, tmp_path, changes, named):
   assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_without_a_line_is_an_error(loaded, tmp_path, monkeypatch):
+  def refuse(*_):
+    raise NotImplementedError
+
+  monkeypatch.setattr(speed.Bench, "measure", refuse)
+  with pytest.raises(ValueError, match="found no lines: every method was refused"):
+    speed.main(args(tmp_path))
+
+
 # ---- the cold start, a fresh process for each row
 
 

@@ -26,6 +26,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -98,8 +99,9 @@ class Bench:
   def batch(self) -> int:
     return len(self.lengths)
 
-  def measure(self, method: kvjax.Method) -> dict[str, Any]:
+  def measure(self, entry: plan.Entry) -> dict[str, Any]:
     """One method's line, without what names it."""
+    method = entry.method
     spec = self.model.spec(self.batch, self.length)
     moved = step_bytes(self.model.config, method, self.batch, self.length, self.model.dtype)
     expected = step_time.expected(moved, method.traits.stream is not None, this_device())
@@ -117,7 +119,7 @@ class Bench:
       **self._compared(method, token, caches),
     }
     if self.args.called and row["error"] <= TOLERANCE:
-      row["called_us"], caches = self._called(method, logits, caches)
+      row["called_us"], caches = self._called(entry, logits, caches)
     run = stepping(self.graph, method, self.args.impl, STEPS)
     program = jax.jit(run, donate_argnums=1).lower(self.leaves, caches, token).compile()
     plan = program.memory_analysis()
@@ -151,10 +153,9 @@ class Bench:
       "visited": round(float((np.asarray(visited, np.float64) / seen).mean()), 5),
     }
 
-  def _called(
-    self, method: kvjax.Method, logits: jax.Array, caches: Caches
-  ) -> tuple[float, Caches]:
+  def _called(self, entry: plan.Entry, logits: jax.Array, caches: Caches) -> tuple[float, Caches]:
     """Microseconds of a token of all rows, as `generate` takes them, and the caches after them."""
+    method = entry.method
     out, caches = generate(self.model, logits, caches, method, steps=2 * STEPS)
     seconds = []
     for _ in range(CALLS):
@@ -162,8 +163,8 @@ class Bench:
       out, caches = generate(self.model, out.last, caches, method, steps=2 * STEPS)
       seconds.append(time.perf_counter() - began)
     if self.args.trace is not None:
-      name = f"{type(method).__name__}_B{self.batch}_T{self.length}"
-      with jax.profiler.trace(self.args.trace / name):
+      named = f"{entry.label} {entry.budget} B{self.batch} T{self.length}"
+      with jax.profiler.trace(self.args.trace / re.sub(r"[^\w.=,+-]", "_", named)):
         out, caches = generate(self.model, out.last, caches, method, steps=STEPS)
     return round(min(seconds) / (2 * STEPS) * 1e6, 2), caches
 
@@ -232,7 +233,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
         common.drop_programs()
         with console.step(f"{entry.label}, budget {entry.budget}, B{batch} T{length}") as step:
           try:
-            row = named | {"settings": repr(entry.method)} | bench.measure(entry.method) | facts
+            row = named | {"settings": repr(entry.method)} | bench.measure(entry) | facts
           except (*FAILURES, jax.errors.JaxRuntimeError) as error:
             step.note(f"not run: {error}")
             continue

@@ -47,10 +47,11 @@ def test_a_line_says_what_a_step_costs(loaded, tmp_path):
 def test_a_line_says_what_generate_takes(loaded, tmp_path):
   """Of methods that keep every token, too, whose prompts leave room for it."""
   kept = tmp_path / "profiles"
-  speed.main(args(tmp_path, methods=("snapkv", "infllm"), called=True, trace=kept))
+  methods = ("snapkv", "snapkv:window_size=8", "infllm")
+  speed.main(args(tmp_path, methods=methods, called=True, trace=kept))
   rows = speed.measured(tmp_path)
-  assert len(rows) == 3 and all(row["called_us"] > 0 < row["us"] for row in rows)
-  for name in ("Full", "SnapKV", "InfLLM"):
+  assert len(rows) == 4 and all(row["called_us"] > 0 < row["us"] for row in rows)
+  for name in ("full_None", "snapkv_64", "snapkv_window_size=8_64", "infllm_64"):
     assert len([*(kept / f"{name}_B8_T{LENGTH}").rglob("*.xplane.pb")]) == 1
 
 

@@ -94,7 +94,12 @@ def main(args: Args) -> None:
     if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
       raise ValueError(f"--{name}: found {value}, expected a number above 0")
   config = shapes.shape(args.model)
-  case = Case(config, args.length, args.batch, device(args), spread(args, config), args.hosts)
+  here, over = device(args), spread(args, config)
+  try:
+    case = Case(config, args.length, args.batch, here, over, args.hosts)
+  except (ValueError, NotImplementedError) as error:
+    option = "mesh" if args.mesh else "devices" + " × --hosts" * (args.hosts > 1)
+    raise type(error)(f"--{option}{str(error).removeprefix('mesh')}") from None
   full = Advice(case, "full", None, kvjax.Full())
   rows = Rows(args.rows or ROWS, args.tasks)
   if not args.json:

@@ -515,10 +515,11 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
     ({"budgets": ("x",)}, "--budgets: found 'x', expected tokens"),
     ({"hosts": 0}, "--hosts: found 0, expected at least 1"),
     ({"devices": 4, "mesh": (2, 1)}, "--mesh: found 2 × 1, expected --devices × --hosts = 4"),
-    ({"devices": 3}, "mesh: found 3 devices to split ffn = 14336 over, expected a divisor of it"),
+    ({"devices": 3}, "^--devices: found 3 devices to split ffn = 14336 over, expected a divisor"),
+    ({"devices": 3, "mesh": (3, 1)}, "^--mesh: found 3 devices to split kv_heads = 8 over"),
     (
-      {"model": "gpt-oss-20B", "devices": 16},
-      "slots split over 2 devices for a model with windows",
+      {"model": "gpt-oss-20B", "devices": 8, "hosts": 2},
+      "^--devices × --hosts: found slots split over 2 devices for a model with windows",
     ),
   ],
 )

@@ -513,6 +513,7 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
     ({"device": "h300"}, "--device: found 'h300', expected a part of one of nvidia-h100-80gb"),
     ({"methods": ("fulll",)}, "--methods: found 'fulll', expected one of: full"),
     ({"budgets": ("x",)}, "--budgets: found 'x', expected tokens"),
+    ({"budgets": ("x",), "memory": 1.0}, "--budgets: found 'x', expected tokens"),
     ({"hosts": 0}, "--hosts: found 0, expected at least 1"),
     ({"devices": 4, "mesh": (2, 1)}, "--mesh: found 2 × 1, expected --devices × --hosts = 4"),
     ({"devices": 3}, "^--devices: found 3 devices to split ffn = 14336 over, expected a divisor"),
@@ -523,6 +524,8 @@ def test_the_device_is_this_machines_gpu_unless_one_is_named(monkeypatch):
     ),
   ],
 )
-def test_bad_arguments_are_refused(given, message):
+def test_bad_arguments_are_refused(given, message, capsys):
+  """Before a line of the report."""
   with pytest.raises((ValueError, NotImplementedError), match=message):
     advise.main(advise.Args(**given))
+  assert not capsys.readouterr().out

@@ -127,6 +127,10 @@ def table(report: dict[str, Any]) -> str:
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, steps=1, history=1, page=2, budget=1)
+  if args.history > args.length:
+    raise ValueError(
+      f"--history: found {args.history}, expected at most the {args.length} tokens of --length"
+    )
   if args.out.suffix != ".json":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .json")
   model, tokenizer = common.load_model(args.checkpoint)

@@ -251,6 +251,10 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
       f"--pattern: found {ROOT / 'x.txt'}, expected a name that ends in .tsv",
     ),
     (needle_recall.Args(ROOT, block=0), "--block: found 0, expected at least 1"),
+    (
+      hit_rates.Args(ROOT / "x.json", length=300, history=301),
+      "--history: found 301, expected at most the 300 tokens of --length",
+    ),
   ],
 )
 def test_nonsense_numbers_end_a_program_in_one_line(args, says, monkeypatch, tmp_path):

@@ -78,10 +78,10 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
     raise NotImplementedError(
       f"model: found a soft cap of {cap} on logits, expected none: scores are q · k / sqrt(H)"
     )
-  common.check_numbers(args, stride=1)
+  common.check_numbers(args, length=1, stride=1)
   sheets.check_layers(args.layers, model.config.layers)
   ids = tokenizer.encode(text)[: args.length]
-  if len(ids) < args.length or args.length < 1:
+  if len(ids) < args.length:
     raise ValueError(f"--length: found {args.length}, expected 1 to {len(ids)} (the text's tokens)")
   method = Recorder(args.layers, args.stride)
   caches = method.init_caches(model.spec(1, args.length))
@@ -106,7 +106,7 @@ def main(args: Args) -> None:
     raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
   model, tokenizer = common.load_model(args.checkpoint)
   with console.step(f"reading {args.length:,} tokens from {args.start}"):
-    arrays = record(model, tokenizer, sheets.words(args.start, args.length), args)
+    arrays = record(model, tokenizer, sheets.words(args.start, args.length, "--start"), args)
   about = {
     "model": sheets.model_name(args.checkpoint),
     "config": model.config.to_json(),

@@ -21,9 +21,9 @@ def about(checkpoint: pathlib.Path | None) -> dict[str, str]:
   return facts | {"model": model_name(checkpoint)}
 
 
-def words(start: str, count: int) -> str:
+def words(start: str, count: int, option: str = "--starts") -> str:
   """A text of so many tokens and more, from this speech on: a word is at least one."""
-  return " ".join(haystack.words_from(start, count))
+  return " ".join(haystack.words_from(start, count, option=option))
 
 
 def tables(found: dict[Any, Any], title: str = "") -> Iterator[str]:

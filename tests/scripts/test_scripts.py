@@ -211,12 +211,15 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
     ({"layers": (2,)}, "--layers: found .2,., expected some of 0 to 1"),
     ({"stride": 0}, "--stride: found 0"),
     ({"length": 99}, "--length: found 99, expected 1 to 10"),
+    ({"length": 0}, "--length: found 0, expected at least 1"),
   ):
     with pytest.raises(ValueError, match=message):
       record.record(model, tokenizer, "ten bytes.", dataclasses.replace(good, **change))
   monkeypatch.setattr(common, "load_model", lambda *_: loaded)
   with pytest.raises(ValueError, match=r"--layers: found \(0, -1\), expected some of 0 to 1"):
     hit_rates.main(hit_rates.Args(tmp_path / "x.json", layers=(0, -1)))
+  with pytest.raises(ValueError, match="--start: found 'Nobody', expected a name such as"):
+    record.main(dataclasses.replace(good, start="Nobody"))
   capped = nnx.merge(*nnx.split(model))
   capped.config = dataclasses.replace(model.config, soft_cap=50.0)
   with pytest.raises(NotImplementedError, match=r"model: found a soft cap of 50\.0 on logits"):

@@ -13,6 +13,7 @@ import random
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 
 import wonderwords
 
@@ -41,16 +42,19 @@ def speeches() -> dict[str, str]:
   return {path.stem: path.read_text("utf-8") for path in sorted(folder.glob("*.txt"))}
 
 
-def words_from(start: str, count: int, texts: Mapping[str, str] | None = None) -> list[str]:
+def words_from(
+  start: str, count: int, texts: Mapping[str, str] | None = None, option: str = "start"
+) -> list[str]:
   """`count` words of the speeches, or other texts, from the one named `start` on, in a circle.
 
   Raises:
-    ValueError: there is none of that name.
+    ValueError: there is none of that name, which came from the option.
   """
   texts = speeches() if texts is None else texts
   names = list(texts)
   if start not in texts:
-    raise ValueError(f"start: no speech is named {start!r}; names look like {names[0]!r}")
+    near = "".join(f" (did you mean {x!r}?)" for x in get_close_matches(start, names, 1))
+    raise ValueError(f"{option}: found {start!r}, expected a name such as {names[0]!r}{near}")
   circle = itertools.islice(itertools.cycle(names), names.index(start), None)
   words: list[str] = []
   while len(words) < count:

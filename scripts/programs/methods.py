@@ -4,7 +4,7 @@
     kvjax methods snapkv
     kvjax methods mine:Class
 
-Other commands accept these names with settings, snapkv:window_size=16, and compositions,
+Commands accept these names with settings, snapkv:window_size=16, and compositions,
 quantised:bits=4+snapkv.
 """
 
@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 import kvjax
+from kvjax.methods import labels
 from kvjax.programs import common, console
 
 _NONE = "…, which has to be given"
@@ -23,7 +24,7 @@ _NONE = "…, which has to be given"
 @dataclasses.dataclass(frozen=True)
 class Args:
   name: Annotated[str | None, tyro.conf.Positional, common.optional("NAME")] = None
-  """A registered method, or module:Class; by default all are listed."""
+  """A registered method, or module:Class, also with settings; by default all are listed."""
 
 
 def main(args: Args) -> None:
@@ -38,11 +39,16 @@ def listing() -> str:
 
 def explained(name: str) -> str:
   """A method's docstring, its settings with their defaults, and how to ask for it."""
-  cls = kvjax.find_method(name, "NAME")
+  outer, *inner = labels.split(name)
+  alone, given = labels.parts(outer, "NAME")
+  cls = kvjax.find_method(alone, "NAME")
   settings = {field.name: _default(field) for field in dataclasses.fields(cls) if field.init}
   own = [f"{k}={v}" for k, v in settings.items() if k not in ("base", "budget") and v != _NONE]
+  asked = name if name != alone else ":".join([name, *own[:1]])
+  if name != alone:
+    labels.instance(name, common.Decoding.budget, "NAME")  # refuses what is no setting
+    settings |= given | ({"base": "+".join(inner)} if inner else {})
   lines = ["settings:", *(f"  {key} = {value}" for key, value in settings.items())]
-  asked = ":".join([name, *own[:1]])
   told = [inspect.getdoc(cls) or name, "", *lines, "", f"kvjax evaluate --methods {asked}"]
   return "\n".join(told)
 

@@ -169,6 +169,12 @@ def test_methods_are_listed_and_explained(capsys):
     assert labels.instance(asked, 1024)  # what is proposed can be asked for
   with pytest.raises(ValueError, match=r"NAME: found 'snapkw', .*\(did you mean 'snapkv'\?\)"):
     methods.main(methods.Args("snapkw"))
+  methods.main(methods.Args("quantised:bits=4+snapkv:window_size=16"))
+  text = capsys.readouterr().out
+  assert "  base = snapkv:window_size=16\n" in text and "  bits = 4\n" in text
+  assert text.endswith("--methods quantised:bits=4+snapkv:window_size=16\n")
+  with pytest.raises(ValueError, match="NAME: snapkv has no window, it has: budget, window_size"):
+    methods.main(methods.Args("snapkv:window=3"))
 
 
 @pytest.mark.slow

@@ -83,8 +83,11 @@ class Results:
         self._add_run(path)
       elif path.suffix == ".json":
         self.benches.append(bench_files.read(path))
-      elif not path.exists():
-        raise FileNotFoundError(f"{path}: not found, expected results of evaluate or bench")
+      else:
+        expected = "expected results of evaluate or bench, a folder or a .json file"
+        if path.exists():
+          raise ValueError(f"{path}: found another file, {expected}")
+        raise FileNotFoundError(f"{path}: not found, {expected}")
 
   def _add_run(self, path: pathlib.Path) -> None:
     rows = store.read(path)

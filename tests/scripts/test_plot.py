@@ -183,6 +183,11 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path):
   assert plot.draw(plot.Results([])) == {}
   with pytest.raises(FileNotFoundError, match="expected results of evaluate or bench"):
     plot.Results([tmp_path / "none"])
+  (tmp_path / "rows.jsonl").touch()
+  with pytest.raises(
+    ValueError, match=r"rows\.jsonl: found another file, expected results of eval"
+  ):
+    plot.Results([tmp_path / "rows.jsonl"])
   (tmp_path / "x.json").write_text("[]")
   with pytest.raises(ValueError, match=r"x\.json: found a list, expected"):
     plot.Results([tmp_path / "x.json"])

@@ -204,6 +204,8 @@ def _line(tag: str, cells: Sequence[str]) -> str:
 def main(args: Args) -> None:
   if not args.results:
     raise ValueError("RESULTS: found none, expected folders of `evaluate` or files of `bench`")
+  if not 0 <= args.least <= 1:
+    raise ValueError(f"--least: found {args.least}, expected a number from 0 to 1")
   results = Results(args.results)
   drawn = {
     name: (title, png(figure)) for name, (title, figure) in draw(results, args.least).items()

@@ -193,6 +193,12 @@ def test_what_cannot_be_drawn_is_left_out(tmp_path):
     plot.Results([tmp_path / "x.json"])
 
 
+@pytest.mark.parametrize("least", ["nan", "2", "-1"])
+def test_a_least_score_is_a_share(folder, least):
+  with pytest.raises(ValueError, match=f"--least: found {least}.*, expected a number from 0 to 1"):
+    main(str(folder / "run"), "--least", least, "--out", str(folder / "x.html"))
+
+
 def test_a_folder_is_not_counted_twice(folder):
   with pytest.raises(ValueError, match="of an earlier folder again"):
     plot.Results([folder / "run", folder / "run"])

@@ -272,7 +272,7 @@ def add(results: store.Store, folders: Sequence[pathlib.Path], *, to_report: boo
 def only_report(args: Args) -> list[dict[str, Any]]:
   """All rows of the folder, with those of `--add`; no model is asked what its settings are."""
   if args.add:
-    folder = args.out if (args.out / store.SETTINGS).is_file() else args.add[0]
+    folder = next(filter(store.begun, (args.out, *args.add)), args.add[0])
     results = store.Store(args.out, store.settings_of(folder))
     try:
       add(results, args.add, to_report=True)

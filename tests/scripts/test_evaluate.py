@@ -514,6 +514,7 @@ def test_a_merge_takes_rows_of_several_versions_and_batches(finished, tmp_path):
   for folder in (out, tmp_path / "twice"):
     assert store.settings_of(folder) == settings | both
     assert by_key(store.read(folder)) == by_key(rows)
+  folder_of("0.8.0", tmp_path / "one", [], {**settings, "seed": 1})  # a run that came to no row
   merge(tmp_path / "one", old)
   assert store.settings_of(tmp_path / "one") == settings | {"kvjax": "0.9.1", "batch": 10}
   other = folder_of("0.9.1", tmp_path / "other", rows[:5], {**settings, "seed": 1})

@@ -81,7 +81,7 @@ class Store:
 
   def _check(self, settings: dict[str, Any]) -> None:
     self.settings = settings
-    if not self._file.tell() and not (self.folder / PACKED).is_file():
+    if not begun(self.folder):
       self._write_settings()  # in place of those of a run that came to no row
     elif (self.folder / SETTINGS).is_file():
       self._compare(self.folder)
@@ -187,6 +187,12 @@ class Told:
 
   def close(self) -> None:
     pass
+
+
+def begun(folder: pathlib.Path) -> bool:
+  """True if a folder has rows, so that its settings hold; those of a run without any do not."""
+  path = folder / ROWS
+  return (folder / PACKED).is_file() or (path.is_file() and path.stat().st_size > 0)
 
 
 def settings_of(folder: pathlib.Path) -> dict[str, Any]:

@@ -61,8 +61,11 @@ def find_method(name: str, option: str = "name") -> type[Method]:
     option: what errors call the name.
 
   Raises:
+    TypeError: it is no text.
     ValueError: no method has this name, the module is not there, or what it holds is no method.
   """
+  if not isinstance(name, str):
+    raise TypeError(f"{option}: found {name!r}, expected a method's name, such as 'quest'")
   if name in METHODS:
     return METHODS[name]
   module, colon, attribute = name.partition(":")

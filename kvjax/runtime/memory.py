@@ -61,11 +61,12 @@ def plan_memory(
       here).
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, or `mesh` no mesh.
     ValueError, NotImplementedError: such caches cannot be split over the mesh.
   """
   check_method("method", method)
   if mesh is not None:
+    sharding.check_mesh(mesh)
     sharding.check_supported(method, mesh)
     sharding.check_windows(spec.windows, mesh)
     sharding.check_heads(method, spec, mesh)

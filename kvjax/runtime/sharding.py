@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax.core.cache import Cache, CacheSpec
 from kvjax.core.context import Env
 from kvjax.ops import offload
+from kvjax.runtime import arguments
 
 if TYPE_CHECKING:
   from kvjax.families.method import Method
@@ -42,11 +43,10 @@ def make_mesh(heads: int = 1, slots: int = 1, devices: Sequence[Any] | None = No
   """A mesh of heads × slots devices, by default the first ones of all processes.
 
   Raises:
-    ValueError: there are fewer devices.
+    TypeError, ValueError: a size is no integer of at least 1, or there are fewer devices.
   """
   for name, value in (("heads", heads), ("slots", slots)):
-    if value < 1:
-      raise ValueError(f"make_mesh.{name}: found {value}, expected at least 1")
+    arguments.integer(f"make_mesh.{name}", value, 1)
   devices = jax.devices() if devices is None else devices
   if len(devices) < heads * slots:
     raise ValueError(
@@ -57,7 +57,7 @@ def make_mesh(heads: int = 1, slots: int = 1, devices: Sequence[Any] | None = No
   return Mesh(grid, (HEADS, SLOTS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def check_mesh(mesh: Mesh) -> None:
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
   """Raises ValueError or TypeError for a mesh that is not one of `make_mesh`'s kind."""
   if not isinstance(mesh, Mesh | AbstractMesh):
     raise TypeError(f"mesh: found {mesh!r}, expected one of kvjax.make_mesh, or None")

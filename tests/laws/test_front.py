@@ -329,6 +329,7 @@ def test_what_does_not_fit_is_refused():
 
 def test_arguments_of_another_kind_are_named(untyped):
   (cache,), (q, k, v) = made(kvjax.Full(), layers=1), plain()
+  spec = kvjax.CacheSpec(1, 64, 2, 2, 8, layers=1)
 
   def read(cache=cache, q=q, **how):
     return kvjax.prefill(cache, q, k, v, **how)
@@ -350,6 +351,12 @@ def test_arguments_of_another_kind_are_named(untyped):
     (lambda: kvjax.finish(cache, LENGTHS), "caches: found LayerCache, expected those of"),
     (lambda: kvjax.finish([], LENGTHS), "caches: found none, expected one for each layer"),
     (lambda: kvjax.stacked([cache, None]), "cache: found NoneType, expected that of one layer"),
+    (lambda: kvjax.make_mesh(heads="2"), r"make_mesh\.heads: found '2', expected an integer"),
+    (
+      lambda: kvjax.plan_memory(spec, kvjax.Full(), 3),
+      r"mesh: found 3, expected one of kvjax\.make",
+    ),
+    (lambda: kvjax.find_method(3), "name: found 3, expected a method's name, such as 'quest'"),
   ):
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
       call()

@@ -200,7 +200,8 @@ class Method:
     made = at.top.plan(at, cache, q, visible, carry)
     plan, carry = parts(at, "plan", made, plan=Plan, carry=Carry)
     plan = sight.narrowed(at, visible, plan)
-    return plan, at.top.attend(at, cache, plan, q), carry
+    (attended,) = parts(at, "attend", (at.top.attend(at, cache, plan, q),), attended=Attended)
+    return plan, attended, carry
 
   def observe(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], plan: Plan, attended: Attended

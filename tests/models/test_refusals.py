@@ -346,6 +346,7 @@ def test_shapes_at_the_entrance(move, method):
     ),
     ("victim", jnp.zeros(2, int), "found shape (2,), expected (2, 2)"),
     ("plan", None, "found NoneType, expected (plan, carry)"),
+    ("attend", None, "found (NoneType), expected (attended)"),
     ("observe", (1, {}), "found (int, dict), expected (cache, aux)"),
     ("stage", {}, "found dict, expected (staged, cache, carry)"),
     ("score", jnp.zeros((2, 64)), "found shape (2, 64), expected (2, 2, any"),

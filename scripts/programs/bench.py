@@ -48,6 +48,7 @@ import numpy as np
 import tyro
 
 from kvjax.kernels.common.devices import slug
+from kvjax.models.io import files
 from kvjax.models.io.asides import alone
 from kvjax.programs import bench_files, common, compare, installed
 from kvjax.programs.suites import Case, exhausted, in_turn, too_large
@@ -323,17 +324,20 @@ def add(folder: pathlib.Path, out: pathlib.Path) -> list[str]:
 
   Raises:
     FileNotFoundError: there are none.
-    ValueError: one here was made with other versions.
+    ValueError: one is damaged, or one here was made with other versions; then nothing is taken.
   """
-  taken = []
+  taken, found = [], []
   for path in sorted(folder.glob("bench_*.json")):
-    facts = json.loads(path.read_text())
+    facts = bench_files.read(path)
     name, cases = path.stem.removeprefix("bench_"), facts.pop("cases")
     mine = results_of(out, name, facts)
     if mine.exists() and not earlier(mine, facts):
       raise ValueError(f"{mine}: found results of other versions than {path}, expected the same")
-    write(out, name, facts, cases)
-    taken += [f"{name}: {case['case']}" for case in cases]
+    with files.whole(path, "results of bench"):
+      taken += [f"{name}: {case['case']}" for case in cases if table(case)]
+    found.append((out, name, facts, cases))
+  for each in found:
+    write(*each)
   if not taken:
     raise FileNotFoundError(f"{folder}: found no bench_*.json, expected results of bench")
   return taken

@@ -1,5 +1,6 @@
 """Files of `kvjax.programs.bench`, read by programs that run nothing."""
 
+import math
 import pathlib
 from typing import Any
 
@@ -18,11 +19,20 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: there is none.
-    ValueError: it is something else.
+    ValueError: it is something else, or has a time that none can be.
   """
   held = files.read_json(path, "results of bench")
-  if "cases" not in held:
-    raise ValueError(f"{path}: found no cases, expected results of bench")
+  if not isinstance(held.get("cases"), list) or not isinstance(held.get("device"), str):
+    raise ValueError(f"{path}: found no cases or no device, expected results of bench")
+  with files.whole(path, "results of bench"):
+    for case in held["cases"]:
+      for row in case["results"]:
+        named = {"case": case["case"], "shapes": case["shapes"], "name": row["name"]}
+        if wrong := {key: value for key, value in named.items() if not isinstance(value, str)}:
+          raise ValueError(f"{wrong}, expected texts")
+        times = [row.get("us", 1), *row.get("us_all", ())]
+        if not all(0 < us < math.inf for us in times):
+          raise ValueError(f"times {times} of {named['case']}, {named['name']}, expected positive")
   return held
 
 

@@ -116,16 +116,22 @@ def test_two_files(folders):
     ("object", ValueError, "found no cases"),
     ("text", ValueError, "not JSON"),
     ("bare", ValueError, r"c: found no repetitions .*of 'kvjax'"),
+    ("unnamed", ValueError, "unnamed/bench_decode.json: found KeyError: 'name', expected results"),
+    ("foreign", ValueError, "foreign/bench_decode.json: found no cases or no device"),
+    ("zero", ValueError, "zero/bench_decode.json: .* of c, kvjax, expected positive"),
   ],
 )
 def test_what_cannot_be_compared_is_refused(folders, tmp_path, new, error, said):
   cases = {"c": {"kvjax": times(1)}}
-  for name in ("twice/one", "twice/other", "object", "text", "bare"):
+  for name in ("twice/one", "twice/other", "object", "text", "bare", "unnamed", "foreign", "zero"):
     path = run(tmp_path / name / "bench_decode.json", cases)
     found = {
       "object": "{}",
       "text": "run",
       "bare": path.read_text("utf-8").replace("us_all", "all"),
+      "unnamed": path.read_text("utf-8").replace('"name"', '"who"'),
+      "foreign": path.read_text("utf-8").replace('"NVIDIA H200"', "3"),
+      "zero": path.read_text("utf-8").replace("0.99,", "0,"),
     }
     path.write_text(found.get(name, path.read_text("utf-8")), "utf-8")
   for name in ("prr", "select"):

@@ -82,6 +82,14 @@ def test_benches_are_put_together(tmp_path, capsys):
   assert {c["case"]: c["results"][0]["us"] for c in made["cases"]} == {"x": 1, "y": 3, "z": 4}
   assert made["torch"] == "2" and made["command"] == "kvjax bench prr"
 
+  bench.write(tmp_path / "run", "art", facts, [case("v", 6.0)])
+  damaged = tmp_path / "run" / "nvidia-h200" / "bench_prr.json"
+  damaged.write_text(damaged.read_text().replace('"subject"', '"subj"'))
+  with pytest.raises(ValueError, match=r"bench_prr\.json: found KeyError: 'subject', expected"):
+    bench_main(*command)
+  assert not (tmp_path / "out" / "nvidia-h200" / "bench_art.json").exists()
+  damaged.unlink()
+
   bench.write(tmp_path / "run", "prr", {**facts, "jax": "2"}, [case("w", 5.0)])
   with pytest.raises(ValueError, match="found results of other versions"):
     bench_main(*command)

@@ -15,6 +15,7 @@ from kvjax.models.io import files, token_backends
 
 # GGUF's tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_KINDS = range(7)
 
 # Entries that name a token which ends an answer: a text, a turn, a message to a tool.
 _GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -45,6 +46,12 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     except KeyError:
       raise ValueError(f"{name}: tokenizer.ggml.{key}: not found, expected an entry") from None
 
+  def flag(key: str, default: bool) -> bool:
+    found = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(found, bool):
+      raise ValueError(f"{name}: tokenizer.ggml.{key}: found {found!r}, expected True or False")
+    return found
+
   kind, tokens = entry("model"), entry("tokens")
   kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
   listed = {"token_type": kinds, **({"scores": entry("scores")} if kind == "llama" else {})}
@@ -53,6 +60,10 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
       raise ValueError(
         f"{name}: tokenizer.ggml.{key}: found {len(found)} entries, expected {len(tokens)}"
       )
+  if strange := [found for found in kinds if found not in _KINDS]:
+    raise ValueError(
+      f"{name}: tokenizer.ggml.token_type: found {strange[0]!r}, expected 0 to {_KINDS[-1]}"
+    )
   # What ends an answer is no text, whatever an old converter said of it; llama.cpp says so, too.
   kinds = [
     _CONTROL if token in (*_KNOWN_ENDS, "<|end|>") else kind
@@ -79,7 +90,7 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: tokenizer.ggml.merges: {error}") from error
     case "llama":
       unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
-      prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+      prefix = flag("add_space_prefix", True)
       backend = token_backends.sentencepiece(vocabulary, listed["scores"], unknown, prefix)
     case _:
       raise NotImplementedError(
@@ -121,8 +132,8 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
     "backend": backend,
     "bos": bos,
     "eos": eos,
-    "add_bos": bool(metadata.get("tokenizer.ggml.add_bos_token", begins and bos is not None)),
-    "add_eos": bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and eos is not None,
+    "add_bos": flag("add_bos_token", begins and bos is not None),
+    "add_eos": flag("add_eos_token", False) and eos is not None,
     "ends": [token for token in ends if 0 <= token < len(tokens)],
     "chat_template": metadata.get("tokenizer.chat_template"),
     "templates": {

@@ -100,6 +100,22 @@ def test_tokenizer_entries_that_are_missing(tmp_path, missing):
     GGUF(tmp_path / "bad.gguf").tokenizer()
 
 
+@pytest.mark.parametrize(
+  "entry, found, expected",
+  [
+    ("add_bos_token", "false", "True or False"),
+    ("add_eos_token", 1, "True or False"),
+    ("token_type", [99] * tiny_gguf.V, "0 to 6"),
+    ("token_type", ["3"] * tiny_gguf.V, "0 to 6"),
+  ],
+)
+def test_tokenizer_entries_of_another_kind(tmp_path, entry, found, expected):
+  entries = {**tiny_gguf.metadata(), f"tokenizer.ggml.{entry}": found}
+  tiny_gguf.write(tmp_path / "bad.gguf", entries=entries)
+  with pytest.raises(ValueError, match=rf"bad\.gguf: tokenizer\.ggml\.{entry}: .* {expected}$"):
+    GGUF(tmp_path / "bad.gguf").tokenizer()
+
+
 # ---- a model in several files
 
 

@@ -65,18 +65,12 @@ def plan_memory(
     ValueError, NotImplementedError: such caches cannot be split over the mesh.
   """
   check_method("method", method)
-  if mesh is not None:
-    sharding.check_mesh(mesh)
-    sharding.check_supported(method, mesh)
-    sharding.check_windows(spec.windows, mesh)
-    sharding.check_heads(method, spec, mesh)
   caches = jax.eval_shape(lambda: method.init_caches(spec))
   leaves = jax.tree.leaves(caches)
   shapes = [x.shape for x in leaves]
   apart = offload.on_host() if apart is None else apart
   if mesh is not None:
-    places = jax.tree.leaves(sharding.named(mesh, sharding.cache_specs(caches, method)))
-    shapes = [to.shard_shape(shape) for to, shape in zip(places, shapes, strict=True)]
+    _, shapes = sharding.divided(method, spec, mesh, caches)
   hosted = {id(x) for x in offload.hosted(caches)} if apart else set()
   device = host = 0
   for x, part in zip(leaves, shapes, strict=True):

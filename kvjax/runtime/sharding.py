@@ -235,19 +235,31 @@ def placement(method: Method, spec: CacheSpec, mesh: Mesh, shapes: Any) -> Any:
   Raises:
     ValueError, NotImplementedError: of `init_caches`.
   """
+  where, _ = divided(method, spec, mesh, shapes)
+  if offload.on_host() and offload.hosted(shapes):
+    check_store(method, len({device.process_index for device in mesh.devices.flat}))
+  return offload.beside(where, shapes)
+
+
+def divided(
+  method: Method, spec: CacheSpec, mesh: Mesh | AbstractMesh, shapes: Any
+) -> tuple[Any, list[tuple[int, ...]]]:
+  """The shardings of caches of these shapes on any host, and the shape of each leaf's parts.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: the mesh is none, or not one for these caches.
+  """
   check_mesh(mesh)
   check_supported(method, mesh)
   check_windows(spec.windows, mesh)
   check_heads(method, spec, mesh)
-  if offload.on_host() and offload.hosted(shapes):
-    check_store(method, len({device.process_index for device in mesh.devices.flat}))
-  where = offload.beside(named(mesh, cache_specs(shapes, method)), shapes)
+  where, parts = named(mesh, cache_specs(shapes, method)), []
   for x, to in zip(jax.tree.leaves(shapes), jax.tree.leaves(where), strict=True):
     try:
-      to.shard_shape(x.shape)
+      parts.append(to.shard_shape(x.shape))
     except ValueError as error:
       raise ValueError(
         f"mesh: found {dict(mesh.shape)} for a cache array of {x.shape} (batch, key/value heads, "
         "slots, ...), expected divisors of its heads and slots"
       ) from error
-  return where
+  return where, parts

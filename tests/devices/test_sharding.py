@@ -344,11 +344,16 @@ def test_other_meshes_are_refused():
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
   with pytest.raises(ValueError, match=r"found axes \('x',\).*expected \('heads', 'slots'\)"):
     shard(model(), mesh)
+  with pytest.raises(ValueError, match=r"found axes \('x',\).*expected \('heads', 'slots'\)"):
+    kvjax.plan_memory(model().spec(1, 64), kvjax.Full(), mesh)
 
 
 def test_slots_that_do_not_split_evenly():
+  decoder = model(1, 4)
   with pytest.raises(ValueError, match="expected divisors of its heads and slots"):
-    model(1, 4).init_caches(kvjax.Full(), 1, 50)
+    decoder.init_caches(kvjax.Full(), 1, 50)
+  with pytest.raises(ValueError, match="expected divisors of its heads and slots"):
+    kvjax.plan_memory(decoder.spec(1, 50), kvjax.Full(), decoder.mesh)
 
 
 @pytest.mark.slow

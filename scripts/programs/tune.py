@@ -37,6 +37,7 @@ from kvjax.kernels.common import config, devices
 from kvjax.kernels.common.config import Config
 from kvjax.kernels.common.split_k import columns_of
 from kvjax.kernels.decode.dense import decode_with_output
+from kvjax.models.io import files
 from kvjax.programs import common, shapes, suites
 from kvjax.programs.bench import environment
 from kvjax.programs.suites import Contender, exhausted, jax_contender, prr
@@ -291,7 +292,7 @@ def work(args: Args) -> Iterator[tuple[str, str, Callable[[], dict[str, Any]]]]:
 
 def held(path: pathlib.Path) -> dict[str, Any]:
   """Content of a table, if it was measured with the versions of now; else nothing."""
-  found = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+  found = files.read_json(path, "a table of kvjax tune") if path.is_file() else {}
   now = versions()
   return found if all(found.get(key) == now.get(key) for key in VERSIONS) else {}
 

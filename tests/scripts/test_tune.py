@@ -106,6 +106,9 @@ def test_an_interrupted_run_goes_on_where_it_ended(gpu, monkeypatch):
   path.write_text(json.dumps(held | {"jax": "0.0"}))
   tune.main(tune.Args(tables=("decode",), only=("B1 T4K",)))
   assert len(json.loads(path.read_text())["entries"]) == 1  # those of another JAX do not count
+  path.write_text("[]")
+  with pytest.raises(ValueError, match=r"imaginary-1/decode\.json: found a list, expected an obj"):
+    tune.main(tune.Args(tables=("decode",)))
 
 
 @pytest.mark.parametrize(("given", "error"), [(1.001, ""), (1.1, "1.0e-01"), (np.nan, "nan")])

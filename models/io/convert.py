@@ -241,13 +241,14 @@ def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
   """Content of a checkpoint folder's config.json; raises as `read_config`."""
   file = pathlib.Path(path) / "config.json"
   if _published(path := pathlib.Path(path)):
-    what = "a Hugging Face folder" if path.is_dir() else "a .gguf file"
+    what = "a Hugging Face folder" if path.is_dir() else "a file"
     raise ValueError(f"{path}: found {what}, expected a checkpoint: {making_one(path)}")
   try:
     found = files.read_json(file, "a checkpoint's config")
   except FileNotFoundError as error:
+    what = "config.json" if path.exists() else "such file or folder"
     raise FileNotFoundError(
-      f"{path}: found no config.json, expected a checkpoint folder: {making_one(path)}"
+      f"{path}: found no {what}, expected a checkpoint folder: {making_one(path)}"
     ) from error
   if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
     raise ValueError(
@@ -358,7 +359,7 @@ def config_of(source: str | os.PathLike[str]) -> ModelConfig:
   path = pathlib.Path(source)
   if not _published(path):
     return read_config(path)
-  return GGUF(path).config if path.is_file() else HuggingFace(path, weights=False).config
+  return open_source(path).config if path.is_file() else HuggingFace(path, weights=False).config
 
 
 def _of_hub(name: str) -> bool:
@@ -379,11 +380,9 @@ def _fetched(name: str, **which: Any) -> pathlib.Path:
 
 
 def _published(path: pathlib.Path) -> bool:
-  """True for a .gguf file, and for a Hugging Face folder, which a checkpoint is not."""
-  if path.is_file():
-    return path.suffix == ".gguf"
+  """True for a file, GGUF whatever its name, and for a Hugging Face folder: no checkpoints."""
   try:
-    return "model_type" in files.read_json(path / "config.json", "a model's config")
+    return path.is_file() or "model_type" in files.read_json(path / "config.json", "a config")
   except (OSError, ValueError):
     return False
 

@@ -187,9 +187,10 @@ def test_what_is_not_converted_names_the_command(tmp_path):
   tiny_gguf.write(file)
   for path, found, named in (
     (source, "a Hugging Face folder", f"'{source}'"),
-    (file, "a .gguf file", str(file)),
-    ("owner/name", "no config.json", "hf:owner/name"),
-    (tmp_path / "none", "no config.json", "MODEL"),
+    (file, "a file", str(file)),
+    ("owner/name", "no such file or folder", "hf:owner/name"),
+    (tmp_path / "none", "no such file or folder", "MODEL"),
+    (tmp_path, "no config.json", "MODEL"),
   ):
     for ask in (convert.read_config, convert.stored_bytes):
       with pytest.raises((ValueError, FileNotFoundError)) as caught:

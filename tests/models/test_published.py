@@ -110,8 +110,12 @@ def test_configs_are_read_without_weights(sources, tmp_path, monkeypatch):
   made = convert.convert(file, tmp_path / "made", progress=False)
   assert convert.config_of(made) == shapes.shape(str(made)) == configs[1]
   assert shapes.shape(str(file)) == configs[1] and shapes.shape("owner/name") == configs[0]
-  with pytest.raises(FileNotFoundError, match=r"gone: found no config\.json, expected a"):
+  with pytest.raises(FileNotFoundError, match="gone: found no such file or folder, expected a"):
     shapes.shape(str(tmp_path / "gone"))
+  blob = file.rename(tmp_path / "sha256-1")  # a name of its own, as in other programs' caches
+  assert convert.config_of(blob) == convert.read_config(convert.checkpoint(blob)) == configs[1]
+  with pytest.raises(ValueError, match="found a single file of weights, expected its folder"):
+    convert.load(made / "items" / "final.safetensors")
 
 
 def test_programs_take_them(sources, capsys):

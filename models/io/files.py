@@ -34,10 +34,17 @@ _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as the Rust libraries print
 
 
 def path_of(name: str, given: Any) -> str:
-  """An argument that is a path, or a name in place of one; TypeError for anything else."""
+  """An argument that is a path, or a name in place of one.
+
+  Raises:
+    TypeError: it is something else.
+    ValueError: it is empty, which would mean the working directory.
+  """
   path = os.fspath(given) if isinstance(given, os.PathLike) else given
   if not isinstance(path, str):
     raise TypeError(f"{name}: found {given!r}, expected a path")
+  if not path:
+    raise ValueError(f"{name}: found an empty text, expected a path")
   return path
 
 

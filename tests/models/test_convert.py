@@ -149,13 +149,16 @@ def test_interruption_leaves_nothing_and_can_be_repeated(source, tmp_path, monke
   convert.load(dest)
 
 
-def test_does_not_overwrite(source, checkpoint, untyped):
+def test_does_not_overwrite(source, checkpoint, untyped, tmp_path, monkeypatch):
   with pytest.raises(FileExistsError, match="exists already"):
     convert.convert(source, checkpoint)
   with pytest.raises(TypeError, match="dest: found None, expected a path"):
     convert.convert(source, None)
   with pytest.raises(TypeError, match="source: found b'x', expected a path"):
     convert.checkpoint(b"x")
+  monkeypatch.chdir(tiny.huggingface_folder(tmp_path / "here"))
+  with pytest.raises(ValueError, match="path: found an empty text, expected a path"):
+    convert.load("")
 
 
 @pytest.mark.parametrize("to", items.KINDS)

@@ -73,6 +73,8 @@ def find_method(name: str, option: str = "name") -> type[Method]:
     known = ", ".join(METHODS)
     near = "".join(f" (did you mean {x!r}?)" for x in get_close_matches(name, METHODS, 1))
     raise ValueError(f"{option}: found {name!r}, expected one of: {known}; or module:Class{near}")
+  if module[:1] in ("", "."):
+    raise ValueError(f"{option}: found {name!r}, expected module:Class, a whole module name")
   try:
     found = getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError) as error:

@@ -62,6 +62,8 @@ def test_a_line_of_the_table_is_all_that_a_method_needs():
     ("midle", "--methods: found 'midle', expected one of: full, .*; or module:Class"),
     ("nowhere:Middle", r"found 'nowhere:Middle', expected module:Class \(No module named"),
     ("mine:Midle", r"found 'mine:Midle', expected module:Class \(module 'mine' has no"),
+    (".mine:Middle", "--methods: found '.mine:Middle', expected module:Class, a whole"),
+    (":Middle", "found ':Middle', expected module:Class"),
     ("mine:kvjax", "found 'mine:kvjax', <module .*, expected a subclass of kvjax.Method"),
   ],
 )

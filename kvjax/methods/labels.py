@@ -50,6 +50,8 @@ def instance(label: str, budget: int, option: str = "label") -> Method:
   method = settings.usual(find_method(name, option), budget)
   if inner and "base" not in (field.name for field in dataclasses.fields(method)):
     raise ValueError(f"{option}: found {label!r}, expected a method over others before the +")
+  if inner and "base" in fields:
+    raise ValueError(f"{option}: found base twice in {label!r}, expected it after the + alone")
   over = {"base": instance(inner[0], budget, option)} if inner else {}
   return changed(method, fields, option, name, **over)
 
@@ -80,6 +82,8 @@ def parts(label: str, option: str = "label") -> tuple[str, dict[str, str]]:
     field, equals, value = part.partition("=")
     if not equals:
       raise ValueError(f"{option}: found {label!r}, expected name:field=value,field=value")
+    if field in fields:
+      raise ValueError(f"{option}: found {field} twice in {label!r}, expected each field once")
     fields[field] = value
   return name, fields
 

@@ -43,6 +43,8 @@ def test_values_that_stand_in_files(tmp_path):
     ("snapkv:windows=4", "--it: snapkv has no windows, it has: budget, window_size"),
     ("snapkv:window_size=4,pool", "--it: found 'snapkv:window_size=4,pool', expected name:field="),
     ("lm_infinite:rope=1", "--it: lm_infinite has no rope, it has: "),
+    ("snapkv:pool=3,pool=5", "--it: found pool twice in 'snapkv:pool=3,pool=5', expected each"),
+    ("quantised:base=full+snapkv", "--it: found base twice in 'quantised:base=full"),
     ("snapkv+full", r"--it: found 'snapkv\+full', expected a method over others before"),
     ("json:loads", r"--it: found 'json:loads', .*expected a subclass of kvjax\.Method"),
     ("nowhere:Mine", r"--it: found 'nowhere:Mine', expected module:Class \(No module"),

@@ -8,6 +8,7 @@ They are defined next to the class and receive it: a subclass inherits all but `
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +40,7 @@ def register(
 
 def example(cls: type[M], budget: int) -> M:
   """An instance that keeps or reads about `budget` tokens: for demos, laws and benchmarks."""
-  return _made(cls, "example")(cls, budget)
+  return _made(cls, budget, "example")
 
 
 def usual(cls: type[M], budget: int) -> M:
@@ -49,13 +50,12 @@ def usual(cls: type[M], budget: int) -> M:
   >>> kvjax.settings.usual(kvjax.LagKV, 1024).window_size
   128
   """
-  known = any((base, "usual") in _KNOWN for base in cls.__mro__)
-  return _made(cls, "usual" if known else "example")(cls, budget)
+  return _made(cls, budget, "usual", "example")
 
 
 def neutral(cls: type[M], length: int) -> M:
   """The setting under which the method equals Full on sequences of up to `length` tokens."""
-  return _made(cls, "neutral")(cls, length)
+  return _made(cls, length, "neutral")
 
 
 def repo(cls: type[M], budget: int) -> M:
@@ -64,17 +64,30 @@ def repo(cls: type[M], budget: int) -> M:
   Raises:
     NotImplementedError: no such difference is known; the defaults are the paper's.
   """
+  _check(cls, budget)
   if (cls, "repo") not in _KNOWN:
     raise NotImplementedError(f"{cls.__name__}.repo: no setting that differs from the paper's")
   return _KNOWN[cls, "repo"](cls, budget)
 
 
-def _made(cls: type, name: str) -> Made:
-  """The nearest class's; NotImplementedError where none has it."""
-  for base in cls.__mro__:
-    if (base, name) in _KNOWN:
-      return _KNOWN[base, name]
+def _made(cls: type[M], tokens: int, *names: str) -> M:
+  """By the nearest class's function of the first name that any has; NotImplementedError if none."""
+  _check(cls, tokens)
+  for name in names:
+    for base in cls.__mro__:
+      if (base, name) in _KNOWN:
+        return _KNOWN[base, name](cls, tokens)
   raise NotImplementedError(
-    f"{cls.__name__}.{name}: found none, expected kvjax.settings.register({cls.__name__}, "
-    f"{name}=...) beside the class"
+    f"{cls.__name__}.{names[-1]}: found none, expected kvjax.settings.register({cls.__name__}, "
+    f"{names[-1]}=...) beside the class"
   )
+
+
+def _check(cls: Any, tokens: Any) -> None:
+  """Raises for what is no class, and for what is no number of tokens."""
+  if not isinstance(cls, type):
+    raise TypeError(f"cls: found {cls!r}, expected the class of a method, such as kvjax.SnapKV")
+  if not isinstance(tokens, numbers.Integral) or isinstance(tokens, bool):
+    raise TypeError(f"{cls.__name__}: found {tokens!r} tokens, expected an integer")
+  if tokens < 1:
+    raise ValueError(f"{cls.__name__}: found {tokens} tokens, expected 1 or more")

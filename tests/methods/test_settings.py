@@ -312,3 +312,16 @@ def test_heads_that_do_not_fit(method, heads, head_dim, message):
 @pytest.mark.parametrize(("preset", "size", "made"), PRESETS)
 def test_presets(preset, size, made):
   assert preset(type(made), size) == made
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("preset", [settings.example, settings.usual, settings.neutral])
+def test_presets_of_no_class_or_no_size(preset):
+  for cls, size, error, said in (
+    ("snapkv", 64, TypeError, "cls: found 'snapkv', expected the class of a method"),
+    (SnapKV(64), 64, TypeError, r"cls: found SnapKV\(.*, expected the class of a method"),
+    (SnapKV, "64", TypeError, "SnapKV: found '64' tokens, expected an integer"),
+    (InfLLM, 0, ValueError, "InfLLM: found 0 tokens, expected 1 or more"),
+  ):
+    with pytest.raises(error, match=said):
+      preset(cls, size)

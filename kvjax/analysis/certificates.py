@@ -64,7 +64,10 @@ def _mean_of_live(x: Numbers, live: Numbers | None) -> float:
   x = np.asarray(x, np.float64)
   if live is None:
     return float(x.mean())
-  rows = np.asarray(live)[:, None].reshape(len(x), 1, -1, *(1,) * (x.ndim - 3))
+  rows, sizes = np.asarray(live, bool), (x.shape[0], x.shape[2])
+  if rows.shape != sizes:
+    raise ValueError(f"live: found shape {rows.shape}, expected {sizes}, steps and rows")
+  rows = rows.reshape(len(x), 1, -1, *(1,) * (x.ndim - 3))
   return float(x.mean(where=np.broadcast_to(rows, x.shape)))
 
 

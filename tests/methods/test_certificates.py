@@ -31,6 +31,12 @@ def test_ratio_and_average_of_live_rows():
   assert c.tokens_per_head(jnp.arange(8).reshape(2, 1, 2, 2), live) == (0 + 1 + 2 + 3 + 4 + 5) / 6
 
 
+def test_live_rows_of_another_shape_are_refused(untyped):
+  """Rows by steps have as many entries as steps by rows, and say something else."""
+  with pytest.raises(ValueError, match=r"live: found shape \(4, 3\), expected \(3, 4\), steps and"):
+    c.retrieval_ratio(np.ones((3, 2, 4, 1), bool), np.ones((4, 3), bool))
+
+
 def test_mass_overlap_and_oracle_by_hand():
   weight = np.array([0.1, 0.4, 0.1, 0.3, 0.1])
   assert c.heaviest(weight, 3).tolist() == [True, True, False, True, False]  # ties: the lowest

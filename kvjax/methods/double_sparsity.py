@@ -193,7 +193,7 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
       of L layers without a window of the model's own.
 
   Raises:
-    ValueError: the shape does not fit, or a number is not a channel.
+    ValueError: the shape does not fit, or a number is not a channel, or one twice.
   """
   channels, served = np.asarray(channels), sliding.served(caches)
   sparse = [cache for cache in caches if "labels" in cache.heads]
@@ -204,11 +204,13 @@ def calibrated(caches: Sequence[Cache], channels: ArrayLike) -> tuple[Cache, ...
     raise ValueError(
       f"channels: found shape {channels.shape}, expected ({len(served)}, {heads}, {count} or more)"
     )
-  size = sparse[0].head_dim
-  if channels.min() < 0 or channels.max() >= size:
+  size, first = sparse[0].head_dim, np.sort(channels[..., :count], -1)
+  if channels.dtype.kind not in "iu" or channels.min() < 0 or channels.max() >= size:
     raise ValueError(
-      f"channels: found {channels.min()} to {channels.max()}, expected 0 to {size - 1}"
+      f"channels: found {channels.min()} to {channels.max()}, expected 0 to {size - 1}, integers"
     )
+  if (first[..., 1:] == first[..., :-1]).any():
+    raise ValueError(f"channels: found one twice among the first {count}, expected each once")
 
   def fix(cache: Cache, own: np.ndarray) -> Cache:
     if "labels" not in cache.heads:

@@ -237,6 +237,10 @@ def test_refuses_what_does_not_fit(tmp_path):
     double_sparsity.calibrated(caches, fits[:1])
   with pytest.raises(ValueError, match="found 1 to 16, expected 0 to 15"):
     double_sparsity.calibrated(caches, fits + 1)
+  with pytest.raises(ValueError, match="expected 0 to 15, integers"):  # importance is no order
+    double_sparsity.calibrated(caches, fits / 2)
+  with pytest.raises(ValueError, match="channels: found one twice among the first"):
+    double_sparsity.calibrated(caches, 0 * fits)
   bare = Stream.random(0).spec(20, layers=2)
   with pytest.raises(ValueError, match="found no labels"):
     double_sparsity.calibrated(DoubleSparsity(dense_layers=2).init_caches(bare), fits)

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import operator
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -124,21 +125,32 @@ def read_heads(path: pathlib.Path) -> tuple[tuple[int, int, float], ...]:
   Raises:
     ValueError: it is another file.
   """
-  try:
-    heads = json.loads(path.read_text("utf-8"))["heads"]
-    return tuple((int(layer), int(head), float(score)) for layer, head, score in heads)
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{path}: found {error!r}, expected a file of retrieval heads") from error
+
+  def one(found: Any) -> tuple[int, int, float]:
+    layer, head, score = found
+    return operator.index(layer), operator.index(head), score + 0.0
+
+  return _read_list(path, "heads", one, "a file of retrieval heads")
 
 
 def _read_json(path: pathlib.Path, field: str) -> Any:
   """Retrieval heads, or a number for each layer, which stand under the field's name."""
   if field == "heads":
     return read_heads(path)
+  return _read_list(path, field, lambda x: x + 0.0, f"numbers under {field!r}")
+
+
+def _read_list(
+  path: pathlib.Path, field: str, read_one: Callable[[Any], Any], expected: str
+) -> tuple[Any, ...]:
+  """A list under a field's name, one by one: nothing converts in silence."""
   try:
-    return tuple(float(x) for x in json.loads(path.read_text("utf-8"))[field])
-  except (KeyError, TypeError, ValueError) as error:
-    raise ValueError(f"{path}: found {error!r}, expected numbers under {field!r}") from error
+    held = json.loads(path.read_text("utf-8"))[field]
+    if not isinstance(held, list):
+      raise TypeError(f"a {type(held).__name__}, no list")
+    return tuple(map(read_one, held))
+  except (KeyError, TypeError, ValueError, RecursionError) as error:
+    raise ValueError(f"{path}: found {error!r}, expected {expected}") from error
 
 
 # Values that stand in files, by how their names end.

@@ -28,9 +28,12 @@ def test_values_that_stand_in_files(tmp_path):
   path = tmp_path / "heads.json"
   path.write_text(json.dumps({"heads": [[0, 1, 0.5]]}))
   assert instance(f"ltri:heads={path}", 4096).heads == ((0, 1, 0.5),)
-  path.write_text('{"heads": 3}')
-  with pytest.raises(ValueError, match=r"heads\.json: found .*expected a file of retrieval heads"):
-    instance(f"ltri:heads={path}", 4096)
+  for text in ('{"heads": 3}', '{"heads": [[0.7, 1, 0.5]]}', '{"heads": {"012": 3}}'):
+    path.write_text(text)
+    with pytest.raises(
+      ValueError, match=r"heads\.json: found .*expected a file of retrieval heads"
+    ):
+      instance(f"ltri:heads={path}", 4096)
   with pytest.raises(ValueError, match=r"--it: .*none\.json: not found, expected a file"):
     instance(f"ltri:heads={tmp_path}/none.json", 4096, "--it")
 
@@ -56,7 +59,9 @@ def test_what_is_no_label_is_refused(label, message):
 
 
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("heads", ["(1,2)", "((1,2),)", '((1,"a",0.5),)', "((-1,2,0.5),)"])
+@pytest.mark.parametrize(
+  "heads", ["(1,2)", "((1,2),)", '((1,"a",0.5),)', "((-1,2,0.5),)", "((0,1,1e999),)"]
+)
 def test_what_is_no_list_of_heads_is_refused(heads):
   with pytest.raises(ValueError, match=r"Ltri\.heads: found .*, expected one or more, one per"):
     instance(f"ltri:heads={heads}", 64)

@@ -1,5 +1,7 @@
 """Blocks that a chunk's queries ask for: similarity of spans (Ltri-LLM §3.4), votes (§3.5)."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -109,8 +111,8 @@ LLAMA_3_8B_HEADS = (
 
 
 def one_per_layer(heads: tuple[tuple[int, int, float], ...]) -> bool:
-  """True for one head or more, at most one in a layer."""
-  layers = {layer for layer, _, _ in heads}
+  """True for one head or more, at most one in a layer, with finite scores."""
+  layers = {layer for layer, _, score in heads if math.isfinite(score)}
   return 0 < len(heads) == len(layers) and all(min(head[:2]) >= 0 for head in heads)
 
 

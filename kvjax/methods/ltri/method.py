@@ -103,7 +103,7 @@ class Ltri(Streamed, moves=("divide",)):
   overlap: tuple[float, ...] = _each(1, (0.1,))
   last: int = least(0, 32)
   heads: tuple[tuple[int, int, float], ...] | None = bound(
-    evidence.one_per_layer, "one or more, one per layer", None
+    evidence.one_per_layer, "one or more, one per layer, with finite scores", None
   )
   persistent: bool = True
   voting: bool = True

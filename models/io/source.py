@@ -198,7 +198,7 @@ class Source(abc.ABC):
       context = max(context, int(scaling.factor * scaling.original_context))
     limit = int(limit) if isinstance(limit, np.integer) else limit
     most = context if limit is None else limit
-    if (limit is not None and type(limit) is not int) or not 1 <= most <= context:
+    if limit is not None and (type(limit) is not int or not 1 <= limit <= context):
       raise ValueError(f"max_context: found {most!r}, expected 1 to {context}, as {self.path} says")
     kept = tuple(w if w is not None and (apart or w < most) else None for w in windows)
     sizes |= {"max_context": most, "limited": most < context, "windows": kept if any(kept) else ()}

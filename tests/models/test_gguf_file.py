@@ -116,6 +116,14 @@ def test_tokenizer_entries_of_another_kind(tmp_path, entry, found, expected):
     GGUF(tmp_path / "bad.gguf").tokenizer()
 
 
+def test_a_context_of_nothing_is_the_files(tmp_path):
+  """Nobody asked for a max_context."""
+  entries = {**tiny_gguf.metadata(), "llama.context_length": 0}
+  tiny_gguf.write(tmp_path / "bad.gguf", entries=entries)
+  with pytest.raises(ValueError, match=r"bad\.gguf: metadata ModelConfig\.max_context: found 0"):
+    GGUF(tmp_path / "bad.gguf")
+
+
 # ---- a model in several files
 
 

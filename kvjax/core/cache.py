@@ -55,6 +55,8 @@ class CacheSpec:
   def __post_init__(self):
     fields.check(type(self), vars(self))
     fields.expect(self, "layers", self.layers or self.windows, "1 or more")
+    whole = all(w is None or (type(w) is int and w >= 1) for w in self.windows)
+    fields.expect(self, "windows", whole, "tokens, or None, of each layer")
     served = self.windows.count(None) if self.windows else self.layers
     fields.expect(self, "windows", served == self.layers, f"None {self.layers} times, as layers")
     fields.expect(self, "head_dim", self.head_dim % 2 == 0, "an even number")  # pairs, for RoPE

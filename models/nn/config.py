@@ -136,7 +136,7 @@ class ModelConfig:
     fields.expect(self, name, usable, "numbers above 0 that give finite angles")
 
   def _check_windows(self) -> None:
-    right = all(x is None or (isinstance(x, int) and x >= 1) for x in self.windows)
+    right = all(x is None or (type(x) is int and x >= 1) for x in self.windows)
     right &= len(self.windows) in (0, self.layers)
     entries = f"() or {self.layers} entries, one per layer: tokens, or None"
     fields.expect(self, "windows", right, entries)

@@ -284,6 +284,8 @@ def test_what_is_no_method(tmp_path):
     ({"layers": 2.0}, TypeError, r"layers: found 2\.0, expected int"),
     ({"layers": 0}, ValueError, "layers: found 0, expected 1 or more"),
     ({"layers": 2, "windows": (8, None)}, ValueError, r"windows: found .*, expected None 2 times"),
+    ({"windows": (0, None)}, ValueError, r"windows: found .*, expected tokens, or None"),
+    ({"windows": (True, None)}, ValueError, r"windows: found .*, expected tokens, or"),
   ],
 )
 def test_specs(changes, error, says):

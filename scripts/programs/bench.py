@@ -251,6 +251,8 @@ def main(options: Args) -> int:
   chosen = sum(map(bool, (options.suite, options.add, options.compare)))
   if chosen != 1 or (options.add and not options.out):
     raise ValueError("arguments: expected one of a suite to run, --add with --out, or --compare")
+  if options.fail_slower and not options.compare:
+    raise ValueError("--fail-slower: found no --compare, expected two runs that it is to judge")
   if options.compare:
     compared = compare.compare(*options.compare)
     print(compared.text())

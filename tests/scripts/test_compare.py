@@ -152,5 +152,7 @@ def test_the_program(folders, capsys):
   assert main(*command, "--fail-slower") == 1
   old = str(folders[0])
   assert main("--compare", old, old, "--fail-slower") == 0
+  with pytest.raises(ValueError, match="--fail-slower: found no --compare"):
+    main("decode", "--quick", "--only", "nothing", "--fail-slower")
   with pytest.raises(ValueError, match="expected one of a suite to run"):
     main(*command, "--add", old)

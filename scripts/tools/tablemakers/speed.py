@@ -104,8 +104,7 @@ def prompts(results: Results, name: str) -> Part:
 
 windows = Cases("prefill", "^top layer").table(
   ("Hopper's kernel", own()),
-  "our kernel",
-  "dense",
+  *("our kernel", "dense"),
   ("against dense", longer("dense")),
   ("of what queries see there", figure("{:.2f}", "visible")),
 )

@@ -27,7 +27,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
   with files.whole(path, "results of bench"):
     for case in held["cases"]:
       for row in case["results"]:
-        named = {"case": case["case"], "shapes": case["shapes"], "name": row["name"]}
+        named = {"case": case["case"], "shapes": case.get("shapes", ""), "name": row["name"]}
         if wrong := {key: value for key, value in named.items() if not isinstance(value, str)}:
           raise ValueError(f"{wrong}, expected texts")
         times = [row.get("us", 1), *row.get("us_all", ())]

@@ -61,7 +61,8 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
   """Raises ValueError or TypeError for a mesh that is not one of `make_mesh`'s kind."""
   if not isinstance(mesh, Mesh | AbstractMesh):
     raise TypeError(f"mesh: found {mesh!r}, expected one of kvjax.make_mesh, or None")
-  if mesh.axis_names != (HEADS, SLOTS) or set(mesh.axis_types) != {AxisType.Auto}:
+  explicit = isinstance(mesh, Mesh) and set(mesh.axis_types) != {AxisType.Auto}
+  if explicit or mesh.axis_names != (HEADS, SLOTS):  # nothing runs on an abstract one
     raise ValueError(
       f"mesh: found axes {mesh.axis_names} of {mesh.axis_types}, expected ({HEADS!r}, {SLOTS!r}) "
       "of AxisType.Auto, as kvjax.make_mesh makes them"

@@ -112,9 +112,9 @@ def prefill_attention(
   begin = jnp.zeros_like(qpos) if first is None else jnp.maximum(first, sinks)
   qpos, begin = (_up_to(x, 1, ROWS * BLOCKS, value) for x, value in ((qpos, -1), (begin, 0)))
   k, v = (_up_to(x, 2, ALIGNED) for x in (k, v))
-  # Weights of 0 want values that are numbers; products with keys that nobody sees are replaced.
-  held = (jnp.arange(v.shape[2]) <= qpos.max(1, keepdims=True))[:, None, :, None]
-  k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, jnp.where(held, v, 0)))
+  # What is multiplied by 0 has to be a number.
+  held = (jnp.arange(k.shape[2]) <= qpos.max(1, keepdims=True))[:, None, :, None]
+  k, v = (jnp.where(held, x, 0).reshape(-1, *x.shape[2:]) for x in (k, v))
   q = _up_to(q.reshape(rows, queries, head_dim), 1, ALIGNED)
   sunk, low, walks = _walks(qpos, begin, sinks if windows else 0, cut.tile)
   o, lse = plgpu.kernel(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import collections
-import hashlib
 import json
 import os
 import pathlib
@@ -52,7 +51,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 # Embeddings are padded to round sizes: Qwen's by 0.3 %, DeepSeek's by 2.3 %.
 _PADDING = 0.05
-_END = 1 << 20  # bytes of each end of a large file that tell it from others
 
 
 def convert(
@@ -344,7 +342,7 @@ def checkpoint(source: str | os.PathLike[str]) -> pathlib.Path:
     print(f"{name}: converted once, into {folder}", file=sys.stderr, flush=True)
     return _made(path, folder)
 
-  return _kept(cache_dir(), f"{name}-{_content(path)}-v{VERSION}", make)
+  return _kept(cache_dir(), f"{name}-{files.digest(path)}-v{VERSION}", make)
 
 
 def config_of(source: str | os.PathLike[str]) -> ModelConfig:
@@ -385,27 +383,6 @@ def _published(path: pathlib.Path) -> bool:
     return path.is_file() or "model_type" in files.read_json(path / "config.json", "a config")
   except (OSError, ValueError):
     return False
-
-
-def _content(path: pathlib.Path) -> str:
-  """A digest of a model's files; of large ones their sizes, ends and times of change."""
-  digest = hashlib.sha256()
-  if path.is_dir():
-    parts = [part for part in path.iterdir() if part.suffix in (".json", ".jinja", ".safetensors")]
-  else:  # a GGUF file may have several parts
-    whole = re.escape(path.name)
-    pattern = re.compile(re.sub(r"\\-\d{5}(?=\\-of\\-\d{5})", r"-\\d{5}", whole))
-    parts = [part for part in path.parent.iterdir() if pattern.fullmatch(part.name)]
-  for part in sorted(parts):
-    there = part.stat()
-    digest.update(f"{part.name} {there.st_size} ".encode())
-    with part.open("rb") as file:
-      digest.update(file.read(_END))
-      if there.st_size > _END:
-        digest.update(str(there.st_mtime_ns).encode())
-        file.seek(-_END, os.SEEK_END)
-        digest.update(file.read())
-  return digest.hexdigest()[:12]
 
 
 def default_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ NO_ROOM = {
 }
 FLOATS = ("F32", "F16", "BF16")  # safetensors' names of what weights may be
 _DEEPEST = 64
+_END = 1 << 20  # bytes of each end of a large file that tell it from others
 _MOST_JSON = 32 << 20  # bytes; the index of 160 shards has 9 MB
 # What stands in a clone for a file that its tool has not brought yet, by how the text begins.
 _POINTERS = {
@@ -183,3 +185,24 @@ def numbered(number: int | None, message: str) -> OSError:
   error = OSError(message)
   error.errno = number
   return error
+
+
+def digest(path: pathlib.Path) -> str:
+  """A digest of a model's files; of large ones their sizes, ends and times of change."""
+  held = hashlib.sha256()
+  if path.is_dir():
+    parts = [part for part in path.iterdir() if part.suffix in (".json", ".jinja", ".safetensors")]
+  else:  # a GGUF file may have several parts
+    whole = re.escape(path.name)
+    pattern = re.compile(re.sub(r"\\-\d{5}(?=\\-of\\-\d{5})", r"-\\d{5}", whole))
+    parts = [part for part in path.parent.iterdir() if pattern.fullmatch(part.name)]
+  for part in sorted(parts):
+    there = part.stat()
+    held.update(f"{part.name} {there.st_size} ".encode())
+    with part.open("rb") as file:
+      held.update(file.read(_END))
+      if there.st_size > _END:
+        held.update(str(there.st_mtime_ns).encode())
+        file.seek(-_END, os.SEEK_END)
+        held.update(file.read())
+  return held.hexdigest()[:12]

@@ -102,11 +102,11 @@ def main(args: Args) -> None:
     raise type(error)(f"--{option}{str(error).removeprefix('mesh')}") from None
   full = Advice(case, "full", None, kvjax.Full())
   rows = Rows(args.rows or ROWS, args.tasks)
-  found = considered(case, rows, args.methods, args.budgets)
+  found = considered(case, rows, args.methods, args.budgets)  # refuses before a word is said
+  found = found if case.fits else [full]
   if not args.json:
     print(beginning(args.model, case, full), flush=True)
   with console.step("tracing steps", sys.stderr, fleeting=True):
-    found = found if case.fits else [full]
     refused = [x for x in found if x.refused]
     found = [x for x in found if not x.refused]
     chosen = recommended(found)

@@ -6,7 +6,7 @@ import chex
 import numpy as np
 import pytest
 
-from kvjax.models.io import convert
+from kvjax.models.io import convert, files
 from kvjax.programs import common, shapes
 from tests import tiny_gguf, tiny_hf
 
@@ -54,19 +54,19 @@ def test_all_parts_of_a_file_are_its_content(tmp_path):
     (tmp_path / f"x-0000{number}-of-00002.gguf").write_bytes(b"x")
   (tmp_path / "y-00001-of-00002.gguf").write_bytes(b"y")
   first = tmp_path / "x-00001-of-00002.gguf"
-  before = convert._content(first)
+  before = files.digest(first)
   (tmp_path / "y-00001-of-00002.gguf").write_bytes(b"z")
-  assert convert._content(first) == before
+  assert files.digest(first) == before
   (tmp_path / "x-00002-of-00002.gguf").write_bytes(b"z")
-  assert convert._content(first) != before
+  assert files.digest(first) != before
 
 
 def test_the_end_of_a_large_file_tells_it_from_others(tmp_path, monkeypatch):
-  monkeypatch.setattr(convert, "_END", 8)
+  monkeypatch.setattr(files, "_END", 8)
   file, found = tmp_path / "x.gguf", set()
   for text in (b"a" * 20, b"a" * 19 + b"b", b"b" + b"a" * 19, b"a" * 21):
     file.write_bytes(text)
-    found.add(convert._content(file))
+    found.add(files.digest(file))
   assert len(found) == 4
 
 

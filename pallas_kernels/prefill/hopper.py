@@ -55,7 +55,7 @@ class Cut:
 
 
 def takes(q: Float[Array, "B K G A H"], dtype: Any) -> bool:
-  """True if the kernel takes queries over keys of a dtype, and this device and jax the kernel."""
+  """True if the kernel takes such queries, over keys of a dtype, on this device under this jax."""
   *_, queries, head_dim = q.shape
   fits = head_dim in HEAD_DIMS and jnp.dtype(dtype).itemsize == 2
   return fits and queries >= LEAST and _lowers()
@@ -143,8 +143,8 @@ def _up_to(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
 
 
 def _walks(qpos: Array, begin: Array, sinks: int, tile: int) -> tuple[Array, Array, Array]:
-  """What programs walk, in tiles: numbers of the sinks' and first ones of the windows', [B, P], and
-  by block, in steps, [B, P, BLOCKS, 4]: STEPS of the program; up to EDGE queries may see a part of
+  """Tiles that programs walk: numbers of the sinks' and first ones of the windows', [B, P], and by
+  block, in steps, [B, P, BLOCKS, 4]: STEPS of the program; up to EDGE queries may see a part of
   a tile, up to WHOLE all see all of it, up to END a part; the block sees none of the rest.
   """
   shape = qpos.shape[0], -1, BLOCKS, ROWS

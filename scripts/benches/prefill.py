@@ -153,7 +153,7 @@ def layer_case(name: str, method: kvjax.Method, tokens: int, quick: bool) -> Cas
 
   contenders = [
     contender("kvjax", "auto"),
-    *(() if quick else [contender("our kernel", "pallas")]),
+    contender("our kernel", "pallas"),
     jax_contender("dense", _attend(kvjax.Full(), "auto", **options), [(q, k, v)], **few),
   ]
   seen = visible(method, at, tokens) / (tokens * (tokens + 1) / 2)

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.kernels.prefill import hopper
+from kvjax import ETF, PSAW, Env, Full
+from kvjax.kernels.prefill import dense, hopper
+from kvjax.ops import prefill
+from kvjax.testing.layer import Layer, Stream
 from tests.kernels.decode_oracle import same_bits
 from tests.kernels.prefill_oracle import CLOSE, arrays, oracle
 
@@ -105,6 +108,31 @@ def test_only_hopper_takes_it(monkeypatch):
 def test_ptxas_that_breaks_masks_is_left_alone():
   cuda = 12060, 12080, 12090, 12091, 13000
   assert [*map(hopper._assembles, cuda)] == [True, False, False, True, True]
+
+
+@pytest.mark.core(1)
+@pytest.mark.parametrize(
+  "method", [Full(), PSAW(sinks=2), ETF(sinks=2), PSAW(ETF(sinks=2), sinks=2)], ids=repr
+)
+def test_methods_hand_over_what_their_queries_see(method, monkeypatch):
+  """A ragged prompt, and a further chunk where there can be one; another kernel plays this one."""
+
+  def attend(q, k, v, qpos, first=None, *, sinks=0):  # its arguments, and no others
+    called.append(sinks)
+    return dense.prefill_attention(q, k, v, qpos, first, sinks=sinks)
+
+  stream, outputs, called = Stream.random(2, tokens=150), [], []
+  for impl in ("reference", "cudnn"):  # of the second a CPU has no compiled program
+    if impl == "cudnn":
+      monkeypatch.setattr(prefill, "_prompt_implementation", lambda *_: ("hopper", attend))
+    layer = Layer(method, stream, capacity=256, layer=3, env=Env(4, impl=impl))
+    outputs.append([layer.prefill([100, 37])])
+    if isinstance(method, Full):
+      outputs[-1].append(layer.prefill([40, 20], start=[100, 37], past=100, total=[140, 57]))
+  assert called
+  for first, second in zip(*outputs, strict=True):
+    for b, valid in enumerate((100, 37) if first.shape[3] == 100 else (40, 20)):
+      np.testing.assert_allclose(first[b, ..., :valid, :], second[b, ..., :valid, :], atol=1e-5)
 
 
 @on_hopper

@@ -69,7 +69,7 @@ def test_norms_in_blocks(monkeypatch):
   got = norms_of_outputs(jnp.float32(v), jnp.float32(wo))
   want = [[[norms(v[b, k, t], wo[k]) for t in range(13)] for k in range(3)] for b in range(2)]
   np.testing.assert_allclose(got, want, rtol=2e-6)
-  low = jnp.bfloat16(v), jnp.bfloat16(wo)
+  low = jnp.bfloat16(v), jnp.bfloat16(wo)  # of 8 bits, which the tolerance is
   np.testing.assert_allclose(norms_of_outputs(*low), want, rtol=0.01)
 
 

@@ -138,6 +138,7 @@ def test_only_tokens_with_a_label_are_scored():
   low = cache.put(heads={"labels": cache.heads["labels"].astype(jnp.bfloat16)})
   flag = "xla_cpu_use_fusion_emitters"  # tests turn it off where there is a choice
   how = {flag: True} if flag in os.environ["XLA_FLAGS"] else {}
+  # Queries and labels of 8 bits; logits here are about 1.
   run = score.lower(low, jnp.bfloat16(q)).compile(how)
   np.testing.assert_allclose(run(low, jnp.bfloat16(q)), scores, atol=0.01)
   changed = cache.put(slots={"k": cache.slots["k"] + 1.0})

@@ -8,13 +8,14 @@ Grid: one program per query head and two blocks of queries, the last blocks, whi
 Heads are neighbours, so that those of one KV head find its tiles in the L2 cache. Of a program's
 three warpgroups one fetches tiles of keys and values; the two others attend, a block each, in
 turns: the matrix units multiply for one while the other takes its exponentials (FlashAttention-3,
-§3.1). Both walk the same tiles, first those of the sinks, then those between the oldest window's
-begin and the newest query; each masks those that only some of its queries see.
+§3.1). Both walk the same tiles: those of the sinks, and those between the oldest window's begin and
+the newest query. First come the ones that only some queries see, which are masked.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +36,6 @@ HEAD_DIMS = 64, 128, 256
 ROWS, BLOCKS = 64, 2  # queries of a block, what a warpgroup multiplies at once; blocks of a program
 ALIGNED = 8  # queries and slots come in multiples of it
 LEAST = 64  # fewest queries that were timed
-STEPS, EDGE, WHOLE, END = 0, 1, 2, 3  # columns of `_walks`
 _FAR = 2**30
 _LAYOUT = plgpu.Layout.WGMMA
 _OF_ROWS = _LAYOUT.reduce(1)
@@ -112,11 +112,11 @@ def prefill_attention(
   begin = jnp.zeros_like(qpos) if first is None else jnp.maximum(first, sinks)
   qpos, begin = (_up_to(x, 1, ROWS * BLOCKS, value) for x, value in ((qpos, -1), (begin, 0)))
   k, v = (_up_to(x, 2, ALIGNED) for x in (k, v))
-  # What is multiplied by 0 has to be a number.
-  held = (jnp.arange(k.shape[2]) <= qpos.max(1, keepdims=True))[:, None, :, None]
-  k, v = (jnp.where(held, x, 0).reshape(-1, *x.shape[2:]) for x in (k, v))
+  # A value that is multiplied by 0 has to be a number; the logit of a hidden key is replaced.
+  held = (jnp.arange(v.shape[2]) <= qpos.max(1, keepdims=True))[:, None, :, None]
+  k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, jnp.where(held, v, 0)))
   q = _up_to(q.reshape(rows, queries, head_dim), 1, ALIGNED)
-  sunk, low, walks = _walks(qpos, begin, sinks if windows else 0, cut.tile)
+  walks = _walks(qpos, begin, sinks if windows else 0, cut.tile)
   o, lse = plgpu.kernel(
     functools.partial(_kernel, groups=groups, cut=cut, sinks=sinks, windows=windows),
     out_type=[
@@ -129,7 +129,7 @@ def prefill_attention(
     num_threads=BLOCKS + 1,
     thread_name="warpgroup",
     compiler_params=plgpu.CompilerParams(approx_math=True),
-  )(q, k, v, qpos, begin, sunk, low, walks)
+  )(q, k, v, qpos, begin, walks)
   o = o[:, :queries].reshape(batch, heads, groups, queries, head_dim)
   lse = lse[:, :queries].reshape(o.shape[:-1])
   return State(o.astype(jnp.float32), lse, (lse > -jnp.inf).astype(jnp.float32)), o
@@ -142,32 +142,39 @@ def _up_to(x: Array, axis: int, multiple: int, value: int = 0) -> Array:
   return jnp.pad(x, more, constant_values=value)
 
 
-def _walks(qpos: Array, begin: Array, sinks: int, tile: int) -> tuple[Array, Array, Array]:
-  """Tiles that programs walk: numbers of the sinks' and first ones of the windows', [B, P], and by
-  block, in steps, [B, P, BLOCKS, 4]: STEPS of the program; up to EDGE queries may see a part of
-  a tile, up to WHOLE all see all of it, up to END a part; the block sees none of the rest.
+def _walks(qpos: Array, begin: Array, sinks: int, tile: int) -> Array:
+  """Tiles that each program walks, int32 [B, P, 5]: `sunk` of the sinks, and those from `low` on;
+  from `edge` to `whole` every query sees all of them, the rest to `high` some see in part.
   """
-  shape = qpos.shape[0], -1, BLOCKS, ROWS
+  shape = qpos.shape[0], -1, BLOCKS * ROWS
   qpos, begin = qpos.reshape(shape), begin.reshape(shape)
   real = qpos >= 0
-  newest = qpos.max(3)
-  oldest = jnp.where(real, qpos, _FAR).min(3)
-  narrow, wide = jnp.where(real, begin, 0).max(3), jnp.where(real, begin, _FAR).min(3)
-  of_sinks, ends = pl.cdiv(sinks, tile), newest.max(2) // tile + 1
-  low = jnp.minimum(wide.min(2) // tile, ends)
-  apart = (low > of_sinks) & (ends > 0)
+  newest, oldest = qpos.max(2), jnp.where(real, qpos, _FAR).min(2)
+  narrow, wide = jnp.where(real, begin, 0).max(2), jnp.where(real, begin, _FAR).min(2)
+  of_sinks, high = pl.cdiv(sinks, tile), newest // tile + 1
+  low = jnp.minimum(wide // tile, high)
+  apart = (low > of_sinks) & (high > 0)
   low = jnp.where(apart, low, 0)
   sunk = jnp.where(apart, of_sinks, 0)
+  edge = jnp.clip(pl.cdiv(narrow, tile), low, high)
+  whole = jnp.clip((oldest + 1) // tile, edge, high)
+  return jnp.stack([sunk, low, edge, whole, high], -1).astype(jnp.int32)
 
-  def step(at: Array) -> Array:
-    """Steps before the tile `at`."""
-    return sunk[..., None] + jnp.maximum(at - low[..., None], 0)
 
-  end = jnp.where(newest < 0, 0, step(newest // tile + 1))
-  edge = jnp.where(narrow > 0, jnp.minimum(step(pl.cdiv(narrow, tile)), end), 0)
-  whole = jnp.clip(step((oldest + 1) // tile), edge, end)
-  steps = jnp.broadcast_to(end.max(2, keepdims=True), end.shape)
-  return sunk, low, jnp.stack([steps, edge, whole, end], -1).astype(jnp.int32)
+def _order(
+  sunk: Any, low: Any, edge: Any, whole: Any, high: Any, *, windows: bool
+) -> tuple[Any, Any, Callable[[Any], Any]]:
+  """Numbers of masked tiles, which come first, and of all tiles of a walk; the tile of a step."""
+  ahead = sunk + edge - low
+  masked = ahead + high - whole
+
+  def tile_at(step: Any) -> Any:
+    late = jnp.where(step < masked, step - ahead + whole, step - masked + edge)
+    if not windows:
+      return late
+    return jnp.where(step < sunk, step, jnp.where(step < ahead, step - sunk + low, late))
+
+  return masked, masked + whole - edge, tile_at
 
 
 def _memory(head_dim: int, dtype: Any, cut: Cut) -> list[Any]:
@@ -196,8 +203,6 @@ def _kernel(
   v_ref: Any,
   qpos_ref: Any,
   begin_ref: Any,
-  sunk_ref: Any,
-  low_ref: Any,
   walks_ref: Any,
   o_ref: Any,
   lse_ref: Any,
@@ -215,19 +220,16 @@ def _kernel(
   sinks: int,
   windows: bool,
 ) -> None:
-  """q [R, A, H], k, v [R/G, S, H], qpos, begin [B, P·BLOCKS·ROWS], sunk, low, walks of `_walks` ->
+  """q [R, A, H], k, v [R/G, S, H], qpos, begin [B, P·BLOCKS·ROWS], walks of `_walks` ->
   o [R, A, H], lse [R, P·BLOCKS·ROWS].
   """
   tile, stages = cut.tile, cut.stages
   row, group = lax.axis_index("row"), lax.axis_index("warpgroup")
-  program = low_ref.shape[1] - 1 - lax.axis_index("program")
+  program = walks_ref.shape[1] - 1 - lax.axis_index("program")
   kv, batch = row // groups, row // (q_ref.shape[0] // qpos_ref.shape[0])
-  sunk, low = sunk_ref[batch, program], low_ref[batch, program]
-  steps = walks_ref[batch, program, 0, STEPS]
+  walk = [walks_ref[batch, program, i] for i in range(5)]
+  masked, steps, tile_at = _order(*walk, windows=windows)
   (k_here, v_here), (k_free, v_free) = here, free
-
-  def tile_at(step: Any) -> Any:
-    return jnp.where(step < sunk, step, step - sunk + low) if windows else step
 
   def hand_over() -> None:
     plgpu.barrier_arrive(turn)
@@ -256,9 +258,9 @@ def _kernel(
     plgpu.set_max_registers(232, action="increase")
     base = (program * BLOCKS + group) * ROWS
     queries = pl.ds(base, ROWS)
+    end = jnp.where(base < q_ref.shape[1], steps, 0)  # a block that is padding multiplies nothing
     q, lse = q_smem.at[group], lse_smem.at[group]
     plgpu.copy_gmem_to_smem(q_ref.at[row, queries], q, q_here.at[group])
-    edge, whole, end = (walks_ref[batch, program, group, i] for i in (EDGE, WHOLE, END))
     qpos, begin = (
       plgpu.load(ref.at[batch, queries], layout=_OF_ROWS, optimized=False)
       for ref in (qpos_ref, begin_ref)
@@ -267,7 +269,7 @@ def _kernel(
     pl.when(end > 0)(lambda: plgpu.barrier_wait(k_here.at[0]))
     pl.when(group == 1)(hand_over)
     tiles = k_smem, v_smem
-    walk = functools.partial(_step, q, tiles, here, free, turn, end=end, hand_over=hand_over)
+    add = functools.partial(_step, q, tiles, here, free, turn, end=end, hand_over=hand_over)
 
     def seen(step: Any) -> Array:
       """Slots of a tile that queries see, [ROWS, tile]."""
@@ -276,13 +278,12 @@ def _kernel(
       return keep & ((slot < sinks) | (slot >= _wide(begin, tile))) if windows else keep
 
     carry = _start(q_ref.shape[2])
-    if windows:
-      carry = lax.fori_loop(0, edge, functools.partial(walk, seen=seen), carry)
-    carry = lax.fori_loop(edge, whole, walk, carry)
-    acc, m, l = lax.fori_loop(whole, end, functools.partial(walk, seen=seen), carry)
+    partly = jnp.minimum(masked, end)
+    carry = lax.fori_loop(0, partly, functools.partial(add, seen=seen), carry)
+    acc, m, l = lax.fori_loop(partly, end, add, carry)
 
     @pl.loop(end, steps)
-    def _rest(step: Any) -> None:
+    def _pass(step: Any) -> None:
       for done in free:
         plgpu.barrier_arrive(done.at[lax.rem(step, jnp.int32(stages))])
       hand_over()

@@ -5,7 +5,7 @@ A method from outside needs no line in the table: programs take "module:Class" f
 """
 
 import importlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserDict
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,36 +13,18 @@ from kvjax.families.method import Method
 from kvjax.methods import TABLE
 
 
-class _Methods(MutableMapping[str, type[Method]]):
+class _Methods(UserDict[str, type[Method]]):
   """Classes by name, in the order of the table; each is imported when it is first asked for."""
 
-  def __init__(self, table: Mapping[str, str]):
-    self._of: dict[str, str | type[Method]] = dict(table)
-
   def __getitem__(self, name: str) -> type[Method]:
-    found = self._of[name]
+    found: Any = super().__getitem__(name)
     if isinstance(found, str):
       module, _, attribute = found.partition(":")
-      found = self._of[name] = getattr(importlib.import_module(module), attribute)
+      found = self[name] = getattr(importlib.import_module(module), attribute)
     return found
 
-  def __setitem__(self, name: str, cls: type[Method]) -> None:
-    self._of[name] = cls
 
-  def __delitem__(self, name: str) -> None:
-    del self._of[name]
-
-  def __contains__(self, name: object) -> bool:
-    return name in self._of
-
-  def __iter__(self) -> Iterator[str]:
-    return iter(self._of)
-
-  def __len__(self) -> int:
-    return len(self._of)
-
-
-METHODS = _Methods(TABLE)
+METHODS = _Methods(TABLE)  # type: ignore[arg-type]
 
 
 def find_method(name: str, option: str = "name") -> type[Method]:

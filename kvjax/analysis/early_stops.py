@@ -276,19 +276,6 @@ def agreement(probed: Int[Numbers, "*batch"], oracle: Int[Numbers, "*batch"]) ->
   return Agreement(probed.size, agree, early, late, offset, int(one.sum()), of_ended)
 
 
-def visited_share(
-  tiles: Int[Numbers, "steps L B K G"], whole: Int[Numbers, "steps B"]
-) -> Float[np.ndarray, "L K G"]:
-  """Share of the tiles that each query head of each layer read, of all rows and steps.
-
-  Args:
-    tiles: `tiles` of every step's and layer's diagnostics, as ART reports them.
-    whole: tiles that there were to be read.
-  """
-  tiles, whole = np.asarray(tiles, np.float64), np.asarray(whole, np.float64)
-  return np.asarray((tiles / whole[:, None, :, None, None]).mean((0, 2)))
-
-
 def _at(x: np.ndarray, tile: np.ndarray) -> np.ndarray:
   """x [..., T, H] after `tile` tiles, [..., H]."""
   return np.take_along_axis(x, tile[..., None, None] - 1, -2)[..., 0, :]

@@ -170,11 +170,6 @@ def test_what_can_stop(tokens, splits, able):
   assert early_stops.can_stop(tokens, 128, splits, 5) == able
 
 
-def test_visited_share():
-  tiles = np.array([[[[[2, 4]]]], [[[[4, 8]]]]])  # [steps, L, B, K, G]
-  np.testing.assert_allclose(early_stops.visited_share(tiles, np.array([[4], [8]])), [[[0.5, 1.0]]])
-
-
 def test_splits_join_to_what_they_read():
   q, k, v = random_walk(4, batch=6, decay=0.1)
   walk = early_stops.walk(q, k, v, 8)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Shaped
 
 from kvjax.core.context import Prompt
 
@@ -23,7 +23,9 @@ def take(x: Shaped[Array, "B *rest"], prompt: Prompt, axis: int) -> Shaped[Array
     index = jnp.expand_dims(prompt.index, [i for i in range(1, x.ndim) if i != axis])
     return jnp.take_along_axis(x, index, axis, mode="clip")
   first = lax.slice_in_dim(x, 0, prompt.apart, axis=axis)
-  piece = rows_from(x, prompt.start, prompt.index.shape[1] - prompt.apart, axis)
+  size = prompt.index.shape[1] - prompt.apart
+  cut = jax.vmap(lambda y, at: lax.dynamic_slice_in_dim(y, at, size, axis - 1))
+  piece = cut(x, prompt.start)
   return lax.concatenate([first, piece], axis)
 
 
@@ -49,10 +51,3 @@ def put(
     at[0], at[axis] = np.int32(row), prompt.start[row]
     x = lax.dynamic_update_slice(x, piece[row : row + 1], at)
   return x
-
-
-def rows_from(
-  x: Shaped[Array, "B *rest"], start: Int[Array, " B"], size: int, axis: int
-) -> Shaped[Array, "B *some"]:
-  """Entries [start, start + size) along `axis` of each row of x."""
-  return jax.vmap(lambda y, at: lax.dynamic_slice_in_dim(y, at, size, axis - 1))(x, start)

@@ -102,9 +102,5 @@ class Leaf:
     return dataclasses.replace(self, **sizes, fill=fill, layout=None)
 
 
-def l1_of_value(new: New) -> Array:
-  """‖v‖₁ of each new token, float32 [B, K, T] of v [B, K, T, H]."""
-  return jnp.abs(new["v"].astype(jnp.float32)).sum(-1)
-
-
-NORM = Leaf("slots", new=l1_of_value)  # "norm", wherever a method keeps it
+# "norm", wherever a method keeps it: ‖v‖₁ of each new token, float32 [B, K, T].
+NORM = Leaf("slots", new=lambda new: jnp.abs(new["v"].astype(jnp.float32)).sum(-1))

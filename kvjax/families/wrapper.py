@@ -96,14 +96,8 @@ class Wrapper(Method):
   def _own(self) -> list[str]:
     """Moves and properties that are not left to the base."""
     names = dict.fromkeys(name for cls in self._classes() for name in vars(cls))
-    known = vars(Method)
-    named = [x for x in names if x in known and x not in forms.DESCRIBED]
-    return [x for x in named if not x.startswith("_") and not _makes(known[x])]
-
-
-def _makes(value: Any) -> bool:
-  """True for a constructor: `example` and the like."""
-  return isinstance(value, classmethod)
+    named = [x for x in names if x in vars(Method) and x not in forms.DESCRIBED]
+    return [x for x in named if not x.startswith("_")]
 
 
 class _ToBase:

@@ -35,11 +35,6 @@ def share(base: float, power: float, start: float, layer: Any, layers: int) -> i
     return min(math.ceil(left_out), 2**BITS - 1)
 
 
-def floor_of(share: int, count: int) -> int:
-  """⌊share·count⌋ of a number that is known on the host."""
-  return (share * count) >> BITS
-
-
 def floor_of_each(share: int, count: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
   """⌊share·count⌋ of counts in [0, 2^24): a long multiplication from the last digit on."""
   count = count.astype(jnp.uint32)

@@ -78,8 +78,7 @@ class H2O(Bounded):
 
   def _priority(self, held: slots.Slots, end: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Importance of the older tokens; infinite for the newest ones before `end`."""
-    recent = held["pos"] >= (end - self._window_size)[:, None, None]
-    return jnp.where(recent, jnp.inf, self._importance(held))
+    return slots.sparing(self._importance(held), held["pos"], end, self._window_size)
 
   def _importance(self, held: slots.Slots) -> Float[Array, "B K S"]:
     """Worth of each token: the probability that it has gathered."""

@@ -55,8 +55,7 @@ class Random(Bounded):
       jnp.uint32(self.seed) ^ _mix(jnp.uint32(at.layer) ^ _mix(head.astype(jnp.uint32)))
     )
     draw = _mix(pos.astype(jnp.uint32) ^ stream) >> 8  # 24 bits: exact in float32
-    recent = pos >= (end - self._window_size)[:, None, None]
-    return jnp.where(recent, jnp.inf, draw.astype(jnp.float32) * 2.0**-24)
+    return slots.sparing(draw.astype(jnp.float32) * 2.0**-24, pos, end, self._window_size)
 
 
 settings.register(Random, neutral=lambda cls, length: cls(budget=length + 1))

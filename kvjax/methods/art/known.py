@@ -11,7 +11,7 @@ it must and falls slowly, so that few walks read everything. For that p + m + f 
 Without a stop L rises by max(2·m, ⌊L/2⌋).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,23 +45,6 @@ def tail(patience: float | int, margin: int) -> int:
   return int(min(patience, NEVER)) + margin + fall(margin)
 
 
-def first_read(length: Int[Array, "B K"], count: Int[Array, "B K"]) -> Int[Array, "B K"]:
-  """L, of an order of `count` tiles."""
-  return jnp.where(length > 0, jnp.minimum(length, count), count)
-
-
-def next_length(
-  walked: Int[Array, "B K"], count: Int[Array, "B K"], margin: int
-) -> Int[Array, "B K"]:
-  """L after a walk by itself that took so many of `count` tiles; 0: everything."""
-  return jnp.where(walked < count, walked + margin, 0)
-
-
-def lengthened(known: Any, margin: int) -> Any:
-  """L after a walk whose first L tiles, `known`, had no stop among them."""
-  return known + jnp.maximum(2 * margin, known // 2)
-
-
 def read(
   at: At,
   cache: Cache,
@@ -77,7 +60,7 @@ def read(
   """
   assert order.plan.count is not None
   count, patience = order.plan.count, min(stop.patience, NEVER)
-  known = first_read(length, count)  # L
+  known = jnp.where(length > 0, jnp.minimum(length, count), count)  # L
   first = known - tail(patience, margin)
 
   def step(carry: Carry, t: Array) -> tuple[Carry, None]:
@@ -110,7 +93,7 @@ def following(walked: Array, known: Array, end: Array, margin: int) -> Array:
     margin: m.
   """
   stopped = jnp.maximum(end + margin, known - fall(margin))
-  on = jnp.where(walked > known, lengthened(known, margin), 0)
+  on = jnp.where(walked > known, known + jnp.maximum(2 * margin, known // 2), 0)
   return jnp.where(end > 0, stopped, on)
 
 

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.cache import Cache
 from kvjax.core.context import At, Turn
-from kvjax.core.leaves import Leaf
 from kvjax.core.plan import Plan
 from kvjax.methods.art.order import Order
 from kvjax.ops import attention, prefill, selection
@@ -34,11 +33,6 @@ class Weights(NamedTuple):
 
   table: Array
   lse: Array
-
-
-def leaf(spec: CacheSpec, tile: int) -> Leaf:
-  """The mass of each tile, float32 [B, K, P]."""
-  return Leaf("heads", (-(-spec.capacity // tile),), along_slots=True)
 
 
 def order(at: At, cache: Cache, plan: Plan, tile: int, sinks: int, every: int) -> Order:
@@ -59,11 +53,6 @@ def begun(at: At, cache: Cache, turn: Turn, tile: int) -> Cache:
   old = cache.heads["mass"]
   mass, some = _of_prompt(at, turn, tile, old.shape[2])
   return cache.put(heads={"mass": jnp.where(some, mass, old)})
-
-
-def moved_leaf(spec: CacheSpec, tile: int) -> Leaf:
-  """Distances from each tile's place to the tile that is walked there, int32 [B, K, P]."""
-  return Leaf("heads", (-(-spec.capacity // tile),), jnp.int32, along_slots=True)
 
 
 def ranking(at: At, cache: Cache, turn: Turn, tile: int, sinks: int) -> Cache:

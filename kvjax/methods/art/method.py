@@ -180,8 +180,9 @@ class ART(Wrapper):
   def leaves(self, spec: CacheSpec, layer: int) -> dict[str, Leaf]:
     own = {} if self.certify is None else self._pages.summaries(spec)
     if self.by_mass is not None:
-      own = {"moved": mass.moved_leaf(spec, self.tile)}
-      own = {"mass": mass.leaf(spec, self.tile)} if self._weighs else own
+      tiles = (-(-spec.capacity // self.tile),)
+      moved = Leaf("heads", tiles, jnp.int32, along_slots=True)
+      own = {"mass": Leaf("heads", tiles, along_slots=True)} if self._weighs else {"moved": moved}
     if self.margin is not None:
       own["walk"] = Leaf("heads", dtype=jnp.int32)  # tiles of the next one's first read; 0: all
     return {**self.base.leaves(spec, layer), **own}
@@ -208,7 +209,8 @@ class ART(Wrapper):
     order = self._order(at, cache, sight.visible(at, cache), last[:, :, :, 0])
     walked = kernel.walks(at, cache, order, last[:, :, :, 0], 1, self._stop).noted(Walked)
     assert walked is not None and order.plan.count is not None
-    length = known.next_length(walked.tiles[:, :, 0], order.plan.count, margin)
+    taken = walked.tiles[:, :, 0]
+    length = jnp.where(taken < order.plan.count, taken + margin, 0)
     return cache.put(heads={"walk": jnp.where(pos >= 0, length, cache.heads["walk"])})
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:

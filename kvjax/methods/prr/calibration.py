@@ -80,7 +80,9 @@ class Calibration:
     def step(carry: tuple, token: tuple[Array, Array], compare: bool) -> tuple[tuple, None]:
       state, last, rates, tokens = carry
       q, t = token
-      now = _as_of(cache, t)
+      # The cache as token t found it, but for summaries of tiles that were not full then.
+      pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
+      now = cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})
       visible = sight.visible(at, now)
       scores = self.base._scores(at, now, q, visible)
       if compare:
@@ -158,9 +160,3 @@ class Calibration:
     gammas = jnp.array(GAMMAS, jnp.float32)[:, None, None, None]
     rates = jax.lax.map(rate, gammas)
     return jnp.moveaxis(rates, 0, 1).reshape(-1, rates.shape[-1]), counts
-
-
-def _as_of(cache: Cache, t: Int[Array, " B"]) -> Cache:
-  """The cache as token t found it, but for summaries of tiles that were not full then."""
-  pos = jnp.where(cache.pos <= t[:, None, None], cache.pos, -1)
-  return cache.put(slots={"pos": pos}, rows={"seen": t + 1, "used": t + 1})

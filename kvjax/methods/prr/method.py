@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -20,12 +21,16 @@ from kvjax.families.method import Aux, Method
 from kvjax.families.selective import Selective
 from kvjax.families.wrapper import Wrapper
 from kvjax.methods.prr import hit_rates, kernel, repair, speculation
-from kvjax.methods.prr.budget import fits, ratio
 from kvjax.methods.prr.calibration import Calibration
 from kvjax.methods.prr.forecast import Predictor, Smoothed
 from kvjax.methods.prr.speculation import Beside, Foreseen
 from kvjax.methods.quest import Quest
 from kvjax.ops import attention, selection
+
+
+def _fits(budget: int | float | str) -> bool:
+  """True for a ρ, and for "auto", which has it looked up."""
+  return budget == "auto" if isinstance(budget, str) else budget == 0 or 1 <= budget < math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +80,7 @@ class PRR(Wrapper):
 
   replaces: ClassVar[tuple[str, ...]] = ("attend",)
   base: Method = dataclasses.field(default_factory=Quest)
-  budget: int | float | str = bound(fits, "0, or 1 or more, or 'auto'", "auto")
+  budget: int | float | str = bound(_fits, "0, or 1 or more, or 'auto'", "auto")
   predictor: str = one_of(("holt", "ema", "last"), "holt")
   variant: str = one_of(("S1", "S2", "S3"), "S3")
   strict: bool = False
@@ -110,7 +115,10 @@ class PRR(Wrapper):
     """ρ for caches of this shape; 0: no speculation."""
     if self.variant != "S3":
       return float(self.budget != 0)
-    return ratio(self.budget, self._selector, batch, capacity)
+    if not isinstance(self.budget, str):
+      return float(self.budget)
+    tiles, name = self._selector.tiles, type(self.base).__name__
+    return kernel.ratio(name, unit=tiles.unit, best=tiles.best, batch=batch, slots=capacity)
 
   def _ratio_of(self, cache: Cache) -> float:
     return self._ratio(cache.pos.shape[0], cache.size)

@@ -146,7 +146,6 @@ def _prompts(fields: Completion, tokenizer: Tokenizer) -> list[list[int]]:
 
 def whole(fields: Completion | Chat, choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
   """A choice that has been answered and scored."""
-  assert choice.answer is not None and choice.answer.logprobs is not None
   text, end = choice.answer.text or "", REASONS[choice.answer.end]
   ended = {"index": choice.index, "finish_reason": end, "logprobs": None}
   if isinstance(fields, Chat):

@@ -198,7 +198,6 @@ class Sweep:
       return None
 
   def _right(self, choice: Config, contender: Contender) -> bool:
-    assert contender.output is not None
     error = np.linalg.norm(contender.output() - self._want) / np.linalg.norm(self._want)
     right = bool(error <= 1e-2)  # NaN is not
     if not right:

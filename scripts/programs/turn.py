@@ -105,7 +105,6 @@ def read(
     if size is None and method.traits.stream is None:
       if keep is not None:
         raise NotImplementedError(f"--keep: found {method!r}, which has to see a prompt at once")
-      assert caches is not None
       logits, caches = prefill(model, *pad([ids]), caches, method)
     else:
       how = {"chunk": size, "total": None if size is None else [len(ids)]}

@@ -187,9 +187,7 @@ class Ours:
 
 
 def _method(cell: Cell, length: int) -> kvjax.Method:
-  make = PAIRS[cell.pair].method
-  assert make is not None  # as Cell.ours says
-  return make(cell.budget(length))
+  return PAIRS[cell.pair].method(cell.budget(length))
 
 
 def rows_of(

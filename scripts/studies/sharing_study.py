@@ -81,7 +81,6 @@ def settings(args: Args) -> dict[str, dict[str, kvjax.Method]]:
       f"τ = {tau:g}": dataclasses.replace(example, tau=tau, **rule) for tau in taus
     }
   shared = kvjax.settings.example(kvjax.METHODS["hshare"], args.budget)
-  assert isinstance(shared, kvjax.HShare)
   found[HSHARE] = {
     f"{layers:g}-{heads:g}-1/{steps}": dataclasses.replace(
       shared, layers=layers, heads=heads, steps=steps

@@ -120,7 +120,6 @@ def run(folder: pathlib.Path, places: list[int], rng: random.Random) -> dict[str
     with subprocess.Popen(
       [*command, "--alone", str(folder)], stdout=subprocess.PIPE, text=True
     ) as process:
-      assert process.stdout is not None
       seen, killed = 0, False
       for line in process.stdout:
         word, *rest = line.split()

@@ -164,15 +164,11 @@ class Answers:
 
   def _row(self, index: int, turn: int) -> Row:
     row = self._cell.rows[index]
-    if turn == 0:
-      return row
-    assert row.second is not None
-    return row.second
+    return row if turn == 0 else row.second
 
   def _score(self, row: Row, answer: Answer) -> dict[str, Any]:
     """An answer and what it is worth."""
     task, text = self._cell.task, answer.text
-    assert text is not None  # the batch has a tokenizer
     try:
       also = {name: scorer(text, row) for name, scorer in task.also.items()}
       score = task.score(text, row)

@@ -88,7 +88,6 @@ def score(
         forced=tokens,
         return_logits=True,
       )
-      assert generation.logits is not None  # asked for
       add(live, generation.logits, tokens)
       logits, done = generation.last, end
     if (last == end).any():

@@ -160,7 +160,6 @@ def check(what: Sequence[Fitted], task: str, seed: int, rows: Sequence[Row]) -> 
   known = [each for each in what if each.record is not None]
   marks = [fingerprints(row.context) | fingerprints(row.continuation) for row in rows if known]
   for each in known:
-    assert each.record is not None
     if why := _shared(each.record, task, seed, rows, marks):
       raise ValueError(
         f"{each.name}: found {why}, on which it was fitted, expected other texts, keys and "

@@ -84,7 +84,6 @@ class Reader:
     return Prompt(head, tail, self._second(*second), self._tail(*second))
 
   def _tail(self, question: str, answer_prefix: str) -> list[int]:
-    assert self._markup is not None
     text = question + self._markup[1] + answer_prefix.lstrip()
     return self._behind(text)
 

@@ -33,7 +33,6 @@ def too_short(label: str, budget: int | None, length: int, settings: dict[str, A
   if named is None or not issubclass(named, kvjax.ART):
     return False
   method = _named(label, budget or length)
-  assert isinstance(method, kvjax.ART)
   if method.certify is not None or method.base != kvjax.Full():
     return False
   splits = method.splits if method.margin is None and method.by_mass is None else 1

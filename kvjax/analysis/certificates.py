@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from scipy import special
 
 Numbers = np.ndarray | jax.Array
 
@@ -84,8 +85,7 @@ def attention(
   logits = (k @ q[..., None])[..., 0] / np.sqrt(q.shape[-1])
   if visible is not None:
     logits = np.where(np.asarray(visible), logits, -np.inf)
-  weight = np.exp(logits - logits.max(-1, keepdims=True))
-  return weight / weight.sum(-1, keepdims=True)
+  return special.softmax(logits, -1)
 
 
 def heaviest(weight: Float[Numbers, "*batch S"], count: int) -> Bool[np.ndarray, "*batch S"]:
@@ -123,9 +123,7 @@ def information_bound(
   is the index channel of Remark 1; its information may rise as well as fall.
   """
   delta = np.clip(_wide(delta), 0.0, 1.0)
-  inner = np.clip(delta, 1e-300, 1 - 1e-16)  # h_b(0) = h_b(1) = 0
-  entropy = -inner * np.log(inner) - (1 - inner) * np.log1p(-inner)
-  entropy = np.where((delta > 0) & (delta < 1), entropy, 0.0)
+  entropy = special.entr(delta) - special.xlog1py(1 - delta, -delta)
   return np.asarray(2 * (entropy + delta * np.log(keys)))
 
 

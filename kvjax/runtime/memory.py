@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 import os
@@ -216,11 +217,9 @@ def _largest(
       return None
     return plan_memory(spec, method, mesh).device
 
-  low, high = 0, most + 1  # low fits, is refused or is 0; high does not fit
-  while high - low > 1:
-    middle = (low + high) // 2
-    low, high = (middle, high) if (bytes_of(middle) or 0) <= room else (low, middle)
-  return low if low and bytes_of(low) is not None else 0
+  # How many fit or are refused, from 1 on.
+  fit = bisect.bisect(range(1, most + 1), False, key=lambda n: (bytes_of(n) or 0) > room)
+  return fit if fit and bytes_of(fit) is not None else 0
 
 
 def _budget(method: Method) -> int | None:

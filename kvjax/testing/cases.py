@@ -3,13 +3,11 @@
 Shapes and static arguments of a call are part of its program: a law that needs others pays for it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import re
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -85,15 +83,7 @@ def same(what: str, found: Any, expected: Any) -> None:
   assert found == expected, f"{what}: found {found}, expected {expected}"
 
 
-@contextlib.contextmanager
-def raises(kind: type[Exception], pattern: str) -> Iterator[None]:
-  """An error of a kind is raised, whose message the pattern finds."""
-  try:
-    yield
-  except kind as error:
-    assert re.search(pattern, str(error)), f"found {error}, expected {pattern}"
-  else:
-    raise AssertionError(f"found no {kind.__name__}, expected {pattern}")
+raises = unittest.TestCase().assertRaisesRegex
 
 
 # ---- calls of a small decoder

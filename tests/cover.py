@@ -21,7 +21,9 @@ def covering(cases: list[tuple], most: int | None = None) -> list[int]:
   Greedy: the case that adds most, the first of equals. With `most`, no more than so many.
   """
   parts = [[*enumerate(x), *(_pairs(x) if len(x) > 2 else ())] for x in cases]
-  return sorted(_greedy(parts, most))
+  numbers: dict = {}
+  table = np.array([[numbers.setdefault(x, len(numbers)) for x in part] for part in parts])
+  return sorted(_most_first(table, len(numbers), most))
 
 
 def pairwise(*levels) -> list[tuple]:
@@ -38,12 +40,6 @@ def pairwise(*levels) -> list[tuple]:
 
 def _pairs(case: tuple):
   return itertools.combinations(enumerate(case), 2)
-
-
-def _greedy(parts: list[list], most: int | None = None) -> list[int]:
-  numbers: dict = {}
-  table = np.array([[numbers.setdefault(x, len(numbers)) for x in part] for part in parts])
-  return _most_first(table, len(numbers), most)
 
 
 def _most_first(table: np.ndarray, count: int, most: int | None = None) -> list[int]:

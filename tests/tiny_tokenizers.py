@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.testing.tiny import CONFIG
+from tests import tiny_hf
 
 GPT4 = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -410,13 +411,9 @@ def write(folder: pathlib.Path, family: Family) -> pathlib.Path:
 
 
 @functools.cache
-def letters(vocab=CONFIG.vocab):
+def letters():
   """A tokenizer whose tokens are single printable characters."""
-  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())[:vocab]
-  backend = tokenizers.Tokenizer(
-    tokenizers.models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[])
-  )
-  return Tokenizer(backend)
+  return Tokenizer(tiny_hf.tokenizer(CONFIG.vocab))
 
 
 class Letters:

@@ -190,7 +190,6 @@ def test_several_steps_a_call_on_any_device(monkeypatch, name, mesh):
   assert ours == theirs == [(LENGTHS + 18).tolist()] * len(theirs)
 
 
-@pytest.mark.rest(1)
 @pytest.mark.slow
 @over((2, 1))
 def test_stores_are_split_by_heads(mesh, tmp_path):

@@ -95,11 +95,7 @@ def test_equals_oracle(groups, heads, head_dim, slots, dtype, sinks, bits, logit
     return visible(start[b, h], stop[b, h], count, slots)
 
   if cut and head_dim == 256 and dtype == "float32":
-    cut = (
-      cut[0],
-      min(cut[1], 64),
-      *cut[2:],
-    )  # two stages of more do not fit a multiprocessor's shared memory
+    cut = (cut[0], min(cut[1], 64), *cut[2:])  # two stages of more do not fit shared memory
   config = cut and Config(cut[1], cut[0], 4, 2, *cut[2:])
   read = read_of(listed, (*start.shape, slots))
   how = {"sinks": count, "logits": logits, "soft_cap": cap, "config": config}
@@ -279,7 +275,6 @@ LARGE = {name: jnp.zeros((*OPERANDS[name].shape[:3], 512)) for name in "qkv"}
       (CODED, *case)
       for case in (
         ({"bits": 3}, ValueError, "bits: found 3, expected one of 8, 4"),
-        ({"q": jnp.zeros((2, 3, 64))}, ValueError, r"q: found shape \(2, 3, 64\)"),
         ({"q": jnp.zeros((2, 3, 4, 63))}, ValueError, "q: found head size 63, expected a multiple"),
         ({"k": jnp.zeros((2, 3, 9, 32), jnp.int8)}, ValueError, r"k: found .*\[2, 3, 9, 64\]"),
         ({"k": jnp.zeros((2, 3, 9, 64))}, TypeError, "k: found dtype float32, expected int8"),
@@ -296,8 +291,6 @@ LARGE = {name: jnp.zeros((*OPERANDS[name].shape[:3], 512)) for name in "qkv"}
           TypeError,
           "per_slot: found dtype int8",
         ),
-        ({"stop": jnp.zeros((2, 3))}, TypeError, "stop: found dtype float32, expected int32"),
-        ({"sinks": -1}, ValueError, "sinks: found -1"),
         ({"q_sinks": jnp.zeros((2, 3, 4, 64))}, ValueError, "q_sinks: expected None with codes"),
       )
     ),

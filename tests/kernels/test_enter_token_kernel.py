@@ -61,16 +61,6 @@ def oracle(q, k, v, live, victim, cache_k, cache_v, pos, seen, used):
   return q, cache_k, cache_v, pos, seen, used
 
 
-def test_worked_example():
-  """Position 0 turns nothing; the token lands in slot 0 and both counters go to 1."""
-  q, k, v, _, _, *cache = operands(0, 1, 1, 4)
-  out = enter(Rope())(q, k, v, jnp.ones(4, bool), None, *cache)
-  np.testing.assert_array_equal(out[0][0], q[0])
-  np.testing.assert_array_equal(out[1][0, 0, 0], k[0, 0])
-  np.testing.assert_array_equal(out[2][0, 0, 0], v[0, 0])
-  assert (int(out[3][0, 0, 0]), int(out[4][0]), int(out[5][0])) == (0, 1, 1)
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize(("heads", "rows"), [(6, 2), (3, 1)])
 def test_heads_that_share_slots(heads, rows):

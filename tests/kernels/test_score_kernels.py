@@ -153,16 +153,6 @@ def test_forecasts_of_keys():
   np.testing.assert_array_equal(stops[:, 1], known + jnp.arange(2))
 
 
-def test_logits_alone():
-  _, cache, q = setting(TopKOracle(32), SHAPES[0], 200)
-  start, stop = bounds(cache)
-  k = cache.slots["k"]
-  got = jax.jit(key_logits)(q, k, start, stop, stop)[0]
-  want = jnp.einsum("bkgh,bksh->bkgs", q, k, precision="highest") * 24**-0.5 / np.log(2)
-  np.testing.assert_allclose(got[..., :200], want[..., :200], atol=1e-4)
-  assert np.isneginf(got[..., 200:]).all()
-
-
 @pytest.mark.core(1)
 @pytest.mark.parametrize(
   "method",

@@ -107,28 +107,18 @@ def test_rotated_keys_under_no_rope():
 
 @pytest.mark.core(1)
 @pytest.mark.parametrize("impl", ["reference", "pallas"])
-@pytest.mark.parametrize(
-  ("window", "sinks", "cap"),
-  [
-    pytest.param(None, False, None, marks=pytest.mark.slow),  # the drivers' own, above
-    pytest.param(6, False, None, marks=pytest.mark.slow),  # the rest: all at once, below
-    pytest.param(None, True, None, marks=pytest.mark.slow),
-    pytest.param(6, True, None, marks=pytest.mark.slow),
-    (6, True, 1.5),
-  ],
-)
-def test_attention_by_hand(window, sinks, cap, impl):
+def test_attention_by_hand(impl):
   """A scale, a window of the layer, a learned sink for each head, a soft cap: in float64."""
-  windows = (None, window) if window else ()
-  own = {"scale": 0.3, "soft_cap": cap, "windows": windows}
+  window, cap = 6, 1.5
+  own = {"scale": 0.3, "soft_cap": cap, "windows": (None, window)}
   caches = made(kvjax.Full(), impl, rope=None, layers=2, **own)
-  assert caches[1].cache.size == (window or CAPACITY)
-  logit = np.linspace(-2, 3, KV_HEADS * GROUPS) if sinks else np.full(KV_HEADS * GROUPS, -np.inf)
-  got, _ = answers(caches[1], **({"sinks": logit.astype(np.float32)} if sinks else {}))
+  assert caches[1].cache.size == window
+  logit = np.linspace(-2, 3, KV_HEADS * GROUPS)
+  got, _ = answers(caches[1], sinks=logit.astype(np.float32))
   q, k, v = (x.astype(np.float64) for x in plain())
 
   def by_hand(row, t, head):
-    seen = slice(max(0, t + 1 - window) if window else 0, t + 1)
+    seen = slice(max(0, t + 1 - window), t + 1)
     logits = capped(0.3 * k[row, seen, head // GROUPS] @ q[row, t, head], cap)
     top = max(logits.max(), logit[head])
     weights = np.exp(logits - top)

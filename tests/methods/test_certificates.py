@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Random, Rope
+from kvjax import CIS, PSAW, Env, Full, Linear, Measured, Rope
 from kvjax.analysis import certificates as c
 from kvjax.testing.layer import Layer, Stream
 from tests.activations import activations
@@ -245,11 +245,6 @@ def test_measured_is_what_the_certificates_say(base):
           )
           seen &= np.arange(k.shape[3]) <= t
           np.testing.assert_allclose(aux["overlap"][b, h], c.overlap(seen, oracle))
-
-
-def test_measured_needs_every_token():
-  with pytest.raises(ValueError, match=r"Measured\.base: found Random.*expected a method whose"):
-    Measured(Random(8))
 
 
 # ---- real activations

@@ -87,11 +87,7 @@ def test_the_mean_of_one_head_is_that_head():
   np.testing.assert_array_equal(one, other)
 
 
-def test_the_mean_takes_a_group_that_decides_as_one():
-  with pytest.raises(ValueError, match=r"CIS.agree: found 'mean', expected 'all' where per is"):
-    CIS(per="query_head", agree="mean")
-  with pytest.raises(ValueError, match=r"CIS.agree: found 'most', expected 'all' or 'mean'"):
-    CIS(agree="most")
+def test_the_mean_of_a_group_takes_the_room_of_one_query():
   spec = CacheSpec(2, 30, 2, 3, 16, 1)
   held = {agree: CIS(agree=agree).leaves(spec, 0)["queries"].shape for agree in ("all", "mean")}
   assert held == {"all": (16, 3, 16), "mean": (16, 1, 16)}

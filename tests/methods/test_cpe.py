@@ -109,5 +109,3 @@ def test_defaults_and_presets():
 def test_a_label_names_the_rule_of_groups():
   method = labels.instance("cpe:agree=mean,tau=0.7", 512)
   assert method == CPE(agree="mean", tau=0.7) and method.base.base.base.agree == "mean"
-  with pytest.raises(ValueError, match=r"CPE: CIS.agree: found 'mean', expected 'all' where per"):
-    CPE(per="query_head", agree="mean")

@@ -134,5 +134,3 @@ def test_what_is_missing_is_named():
     kvjax.prefill(caches[0], q, k, k)
   with pytest.raises(ValueError, match=r"wo: found shape \(2, 8, 5\), expected \(4, 8, 5\)"):
     kvjax.prefill(caches[0], q, k, k, wo=jnp.zeros((2, 8, 5)))
-  with pytest.raises(ValueError, match=r"CriticalKV\.share: found 2"):
-    CriticalKV(SnapKV(64), share=2)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax import LMInfinite, Method, Quest
+from kvjax import Method, Quest
 from kvjax.core import fields
 
 
@@ -132,8 +132,3 @@ def test_by_position_as_by_name():
     Quest(64, 0)
   with pytest.raises(ValueError, match=r"Quest\.dense_layers: found -1, expected 0 or more"):
     Quest(64, 16, dense_layers=-1)
-
-
-def test_what_is_no_argument_is_not_taken_for_one():
-  with pytest.raises(TypeError, match="unexpected keyword argument 'rope'"):
-    LMInfinite(rope="none")

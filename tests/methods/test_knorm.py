@@ -8,15 +8,11 @@ from kvjax.testing.layer import Stream
 from tests.oracles import begun, generation
 
 
-def of_norms(norms):
-  """One row, one head, keys of these norms, in random directions."""
-  stream = Stream.random(0, batch=1, kv_heads=1, groups=2, tokens=len(norms))
-  stream.k[:] *= (np.array(norms) / np.linalg.norm(stream.k, axis=-1))[..., None]
-  return stream
-
-
 def test_worked_example():
-  layer = begun(Knorm(2), of_norms([5, 1, 3, 2]), [4])
+  """Keys of norms 5, 1, 3, 2, in random directions."""
+  stream = Stream.random(0, batch=1, kv_heads=1, groups=2, tokens=4)
+  stream.k[:] *= (np.array([5, 1, 3, 2]) / np.linalg.norm(stream.k, axis=-1))[..., None]
+  layer = begun(Knorm(2), stream, [4])
   assert sorted(np.asarray(layer.cache.pos)[0, 0]) == [1, 3]
 
 

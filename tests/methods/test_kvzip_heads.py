@@ -130,14 +130,10 @@ def test_all_heads_compete(tile):
   empty = jax.eval_shape(lambda: method.init_caches(model().spec(2, 64)))
   shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(c)] for c in (caches, empty)]
   assert shapes[0] == shapes[1]
-  planned = kvjax.plan_memory(model().spec(2, 64), method).device
-  assert sum(x.nbytes for x in jax.tree.leaves(caches)) == planned
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "cut", [by_layer, pytest.param(over_layers, marks=pytest.mark.slow)], ids=lambda x: x.__name__
-)
+@pytest.mark.parametrize("cut", [by_layer, over_layers], ids=lambda x: x.__name__)
 def test_questions_and_answers_against_the_decoder_in_loops(cut):
   """A question longer than the room, and an answer that goes round it: whole logits in float64."""
   method, _, caches = cut()
@@ -197,9 +193,5 @@ def test_refusals():
       reconstruct.over_layers(method, scores, LENGTHS)
   with pytest.raises(ValueError, match="tile: found 0, expected at least 1"):
     reconstruct.over_layers(METHOD, scores, LENGTHS, tile=0)
-  with pytest.raises(ValueError, match=r"AdaKV\.rounded: found True, expected False: KVzip"):
-    AdaKV(KVzip(12, 3), rounded=True)
-  with pytest.raises(ValueError, match=r"KVzip\.budgets: found \(12, 3\), expected more than room"):
-    KVzip(12, 3, (12, 3))
   with pytest.raises(ValueError, match=r"KVzip\.budgets: found 3, expected one for each of the 2"):
     KVzip(12, 3, (12, 9, 12)).init_caches(model().spec(1, 64))

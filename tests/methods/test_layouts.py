@@ -1,7 +1,5 @@
 """Layouts of a cache: declared by its leaves, and kept by all that rebuilds it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -31,12 +29,6 @@ def test_a_layout_is_that_of_the_arrays(method):
     assert ("ring" in cache.heads and not shared) == (cache.layout is Layout.RING)
 
 
-def test_every_layout_is_some_methods():
-  methods = [settings.example(method, 16) for method in METHODS.values()]
-  caches = jax.eval_shape(lambda: [m.init_caches(SPEC) for m in (*methods, Forked())])
-  assert {cache.layout for layers in caches for cache in layers} == {*Layout}
-
-
 def test_layers_of_one_kind_of_heads_are_not_split():
   """A layer of streaming heads alone is a ring, one of retrieval heads dense."""
   method = DuoAttention(((True, True), (False, False), (True, False)), 2, 6)
@@ -46,16 +38,6 @@ def test_layers_of_one_kind_of_heads_are_not_split():
   assert (full.layout, streaming.layout) == (Layout.DENSE, Layout.RING)
   again = apart.joined(caches[2], full, streaming)
   assert jax.tree.structure(again) == jax.tree.structure(caches[2])
-
-
-def test_the_last_leaf_that_says_a_layout_has_it():
-  """AdaKV's heads go round slots that they share; what copies the pytree keeps it."""
-  cache = Cache.empty(settings.example(METHODS["adakv"], 16), SPEC, 0)
-  assert "ring" in cache.heads and cache.layout is Layout.SHARED
-  same = jax.jit(lambda cache: jax.tree.map(lambda x: x + 1, cache))(cache)
-  assert same.layout is cache.layout and cache.put(rows={}).layout is cache.layout
-  plain = dataclasses.replace(cache, layout=Layout.DENSE)
-  assert jax.tree.structure(plain) != jax.tree.structure(cache)
 
 
 def test_a_name_alone_says_nothing():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import ART, PRR, Cache, Carry, Env, InfLLMv2, Quest, TopKOracle
+from kvjax import PRR, Cache, Carry, Env, InfLLMv2, Quest, TopKOracle
 from kvjax.methods.prr.calibration import LEAST, grid
 from kvjax.methods.prr.forecast import Smoothed
 from kvjax.testing.layer import Layer, Stream
@@ -145,11 +145,7 @@ class Row:
   def step(self, t):
     """For every head: what is foreseen and what is selected, in order, and the report."""
     scores, count = self.scores(t), t // self.base.tiles.unit + 1
-    made, fixed, found = (
-      self.predictors(self.factors),
-      self.fixed(t // self.base.tiles.unit + 1),
-      [],
-    )
+    made, fixed, found = self.predictors(self.factors), self.fixed(count), []
     for h, (p, s) in enumerate(zip(made, scores, strict=True)):
       guess, true = self.choose(p.forecast(count), self.wide), self.choose(s, self.base.tiles.best)
       chosen = set(true) - fixed
@@ -320,11 +316,6 @@ def test_without_speculation_it_is_the_base():
 
   assert program(layers[0]) == program(layers[1])
   assert "level" not in Cache.empty(PRR(QUEST, budget=2), stream.spec(40), 1).heads  # a dense layer
-
-
-def test_art_may_not_walk_what_is_repaired():
-  with pytest.raises(ValueError, match="ART replaces"):
-    ART(PRR())
 
 
 @pytest.mark.rest

@@ -32,6 +32,7 @@ from kvjax import (
   InfLLMv2,
   KeyDiff,
   Knorm,
+  KVzip,
   LagKV,
   LMInfinite,
   LongFlow,
@@ -69,6 +70,7 @@ class Newest(Full):
 
 # A field, a value out of its bounds, what is expected, and whose field it is.
 BOUNDS = [
+  ("agree", "most", "'all' or 'mean'", (CIS,)),
   ("alpha", -1.0, "0 or more, below inf", (PSAW,)),
   ("alpha", 1.5, "0 to 1", (PRR,)),
   ("ballot", "all", "'score' or 'rank'", (Ltri,)),
@@ -113,7 +115,6 @@ BOUNDS = [
   ("per", "head", "'kv_head' or 'layer'", (LongFlow,)),
   ("per", "layer", "'kv_head' or 'query_head'", (CIS,)),
   ("phi", math.nan, "0 or more", (ART,)),
-  ("phi", 0.0, "more than 0 and at most 1", (PSAW,)),
   ("phi", 1.5, "more than 0 and at most 1", (PSAW,)),
   ("pool", 6, "an odd number", (RKV, SnapKV)),
   ("pools", 0, "1 or more", (AdaKV,)),
@@ -137,6 +138,7 @@ BOUNDS = [
   ("start", -0.1, "0 to 1", (ETF,)),
   ("start", 1.5, "0 to 1", (PSAW,)),
   ("steps", 0, "1 or more", (HShare,)),
+  ("share", 2, "0 to 1", (CriticalKV,)),
   ("stop", "all", "'group' or 'head'", (ART,)),
   ("tau", -1.0, "0 or more", (ART,)),
   ("tau", math.nan, "a number", (CIS,)),
@@ -153,6 +155,7 @@ REFUSED = [
   (DuoAttention, {"pattern": ((1, 2),)}, r"DuoAttention\.pattern: .*True for a retrieval head"),
   (DuoAttention, {"pattern": (), "sinks": -1}, r"DuoAttention\.sinks: found -1"),
   (Measured, {"base": Quantised()}, r"Measured\.base: found .*, expected .* holds numbers"),
+  (Measured, {"base": Random(8)}, r"Measured\.base: found Random.*expected a method whose"),
   (Measured, {"base": PSAW(KIVI())}, r"Measured\.base: found .*, expected .* holds numbers"),
   (Quantised, {"base": settings.repo(StreamingLLM, 64)}, "Quantised replaces stage"),
   (ART, {"margin": 2, "certify": 0.1}, r"ART\.margin: found 2, expected None with certify"),
@@ -166,6 +169,13 @@ REFUSED = [
     for name in ("margin", "by_mass")
     for base in (SnapKV(24, window_size=4), Quest(24, 4), StreamingLLM(20))
   ),
+  (AdaKV, {"base": KVzip(12, 3), "rounded": True}, r"rounded: found True, expected False: KVzip"),
+  (KVzip, {"budget": 256}, "budget: found 256, expected more than room = 256"),
+  (
+    KVzip,
+    {"budget": 12, "room": 3, "budgets": (12, 3)},
+    r"KVzip\.budgets: found \(12, 3\), expected more than room",
+  ),
   (AdaKV, {"base": Full()}, r"AdaKV\.base: found Full\(\), expected a method that cuts"),
   (AdaKV, {"base": LongFlow(40)}, r"AdaKV\.base: .* expected a method without victim, settle"),
   (Measured, {"base": AdaKV()}, r"Measured\.base: .* whose heads have different numbers of slots"),
@@ -175,11 +185,22 @@ REFUSED = [
     r"Quest\.base: .* whose heads have different numbers of slots",
   ),
   (ART, {"base": ART()}, "ART replaces attend, and so does its base"),
+  (ART, {"base": PRR()}, "ART replaces"),
   (ART, {"certify": 0.1, "splits": 4}, r"ART\.splits: found 4, expected 1 with certify"),
   (ART, {"certify": 0.1, "base": SnapKV(24, window_size=4)}, r"ART\.certify: found base SnapKV"),
   (ART, {"certify": 0.1, "base": Quest(24, page=4)}, r"ART\.certify: found base Quest"),
   (ChunkKV, {"base": SnapKV(64), "chunk": 0}, r"ChunkKV\.chunk: found 0, expected 1 or more"),
   (CIS, {"k": 4, "m": 5}, "m: found 5, expected 0 to k = 4"),
+  (
+    CIS,
+    {"per": "query_head", "agree": "mean"},
+    r"agree: found 'mean', expected 'all' where per is",
+  ),
+  (
+    CPE,
+    {"per": "query_head", "agree": "mean"},
+    r"^CPE: CIS\.agree: found 'mean', expected 'all' wh",
+  ),
   (CPE, {"k": 0}, r"^CPE: CIS\.k: found 0"),
   (CPE, {"phi": 2.0}, r"^CPE: PSAW\.phi: found 2\.0"),
   (CPE, {"psi": 0.0}, r"^CPE: ETF\.psi: found 0\.0"),
@@ -204,7 +225,6 @@ REFUSED = [
   (KIVI, {"base": SnapKV(12, 4)}, "KIVI.base: found SnapKV.*, expected .* slots are positions"),
   (KIVI, {"base": ART(Full())}, "KIVI replaces attend, and so does its base"),
   (KIVI, {"base": Quantised()}, "KIVI replaces insert, attend, and so does its base"),
-  (Quantised, {"base": KIVI()}, "Quantised replaces insert, and so does its base"),
   (
     LagKV,
     {"budget": 271},
@@ -218,7 +238,6 @@ REFUSED = [
   (PSAW, {"base": Random(8)}, r"base: found Random.*expected a method whose slots are positions"),
   (PSAW, {"base": Newest()}, "PSAW replaces window, and so does its base"),
   (PSAW, {"base": PSAW()}, "PSAW replaces window, and so does its base"),
-  (Quantised, {"base": RKV()}, "Quantised replaces insert"),
   (Quest, {"budget": 8}, "budget: found 8, expected at least one page of 16 tokens"),
   (RKV, {"budget": 8}, "RKV.budget: found 8, expected more than window_size = 8"),
   (Random, {"budget": 8, "recent": 8}, "budget: found 8, expected more than recent = 8"),

@@ -85,9 +85,3 @@ def test_neighbours_are_those_in_time():
   for how, want in (("max", [16, 4, 16, 2, 8]), ("avg", [8, 7 / 3, 28 / 3, 1, 14 / 3])):
     found = np.asarray(slots.pool(x, pos, ok, 3, how))[0, 0]
     np.testing.assert_allclose(found[[0, 1, 3, 4, 5]], want, rtol=1e-6)
-
-
-def test_choose_rows():
-  new, old = {"a": jnp.ones((2, 3))}, {"a": jnp.zeros((2, 3))}
-  out = slots.choose_rows(jnp.array([True, False]), new, old)
-  np.testing.assert_array_equal(out["a"], [[1, 1, 1], [0, 0, 0]])

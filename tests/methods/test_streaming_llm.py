@@ -29,7 +29,6 @@ def test_prompt_then_long_decode(rope, sinks, budget):
   follow(layer, lengths, 60, lambda b, h, t: positions(t, budget, sinks), **how)
 
 
-@pytest.mark.core(1)
 @pytest.mark.parametrize("rope", ["slot", pytest.param("original", marks=pytest.mark.slow)])
 def test_the_repository_evicts_between_turns(rope):
   """Lists again: room is made before a turn, and within it everything cached is seen."""

@@ -82,7 +82,6 @@ def test_answers_are_those_of_a_request_alone(method):
 
 
 @pytest.mark.slow
-@pytest.mark.rest
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_call_takes_several_steps_where_methods_stream(monkeypatch, keep):
   """As on a GPU, beside programs of a layer; a step alone for a request that keeps its caches."""

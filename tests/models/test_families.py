@@ -32,12 +32,6 @@ FAMILIES = [FAMILIES[family] for family in families.FAMILIES]
 SLIDING = [name for name, case in tiny_hf.CASES.items() if case.get("sliding_window") == 24]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-  root = tmp_path_factory.mktemp("families")
-  return {name: tiny_hf.write(root / name, config) for name, config in tiny_hf.CASES.items()}
-
-
 def logits_of(model):
   """Logits of `tiny_hf.tokens()`, float32 [B, T, V]: ragged rows, right-padded."""
   return plain.logits(model, tiny_hf.tokens(), tiny_hf.LENGTHS)
@@ -55,12 +49,12 @@ def test_logits_equal_the_goldens(name):
 
 
 @pytest.mark.parametrize("name", tiny_hf.CASES)
-def test_logits_equal_transformers(folders, name):
+def test_logits_equal_transformers(name, tmp_path):
   pytest.importorskip("torch", reason="live parity needs torch; the goldens cover it otherwise")
   pytest.importorskip("transformers", reason="live parity needs transformers")
   from scripts.tools.make_family_goldens import reference
 
-  got, want = logits_of(model(name)), reference(folders[name])
+  got, want = logits_of(model(name)), reference(tiny_hf.write(tmp_path, tiny_hf.CASES[name]))
   for row, size in enumerate(tiny_hf.LENGTHS):
     np.testing.assert_allclose(got[row, :size], want[row, :size], rtol=0, atol=PARITY)
 

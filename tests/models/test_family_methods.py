@@ -41,7 +41,6 @@ def _marks(family, name):
 
 
 @pytest.mark.core(1)
-@pytest.mark.kin
 @pytest.mark.parametrize(
   ("family", "name"),
   [

@@ -12,11 +12,6 @@ from scripts.examples import tiny
 QUESTION = "Name three rivers."
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  return tiny.huggingface_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
 def ask():
   return Pipeline(*tiny.load(), kvjax.SnapKV(budget=12, window_size=4))
@@ -51,8 +46,9 @@ def test_stops_and_streams(ask):
   assert said == "".join(parts) == whole[: whole.index(mark)]
 
 
-def test_models_and_methods_are_named(folder, tmp_path, monkeypatch):
-  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+def test_models_and_methods_are_named(tmp_path, monkeypatch):
+  folder = tiny.huggingface_folder(tmp_path / "tiny")
+  monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
   ask = kvjax.pipeline(folder, "snapkv:window_size=4", budget=12)
   assert ask.method == kvjax.SnapKV(budget=12, window_size=4) and ask(QUESTION, steps=4, raw=True)
   with pytest.raises(ValueError, match=r"no chat template.*raw=True continues a text"):

@@ -72,18 +72,6 @@ def test_dtypes(dtype):
   assert again.dtype == jnp.float32
 
 
-def test_weights_are_one_array_per_product_and_layer():
-  shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(small())))
-  layer = {
-    "attention": {"wo": (3, 2, 8, 24), "wqkv": (24, 3, 4, 8)},
-    "attention_norm": {"scale": (24,)},
-    "mlp": {"down": (40, 24), "gate_up": (24, 2, 40)},
-    "mlp_norm": {"scale": (24,)},
-  }
-  around = {"embedding": (31, 24), "head": (31, 24), "norm": {"scale": (24,)}}
-  assert shapes == {**around, "layers": {0: layer, 1: layer}}
-
-
 def test_queries_and_keys_of_different_tokens():
   """Apart they are what they are together, with biases and norms per head too."""
   config = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)

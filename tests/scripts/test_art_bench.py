@@ -94,7 +94,6 @@ def test_recorded_shares():
 
 
 @pytest.mark.slow
-@pytest.mark.core(1)
 @pytest.mark.parametrize(
   "base, splits",
   [("Full", 2), ("StreamingLLM 0.8", 1), ("SnapKV 0.2", 2), ("PyramidKV 0.2", 1)],

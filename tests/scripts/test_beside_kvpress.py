@@ -203,9 +203,10 @@ def test_tables_have_each_cell_once():
   assert same == both * sum(x.ours for x in program.CELLS)
 
 
-def test_missing_results_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match="kvpress: found no results of models"):
-    beside.kvpress(Results(tmp_path))
+@pytest.mark.parametrize("table", [beside.kvpress, beside.kvzip])
+def test_missing_results_are_named(tmp_path, table):
+  with pytest.raises(FileNotFoundError, match=f"{table.__name__}: found no results of models"):
+    table(Results(tmp_path))
 
 
 def test_facts_of_the_capabilities_hold():
@@ -299,8 +300,3 @@ def test_tables_of_kvzip_have_each_cell_once_and_figures_from_rows():
   assert one.score_of_kvpress.mean == np.mean(wanted)
   made = beside.kvzip(Results()).loc[one.model, "1/8", "among all layers"]
   assert made.found == scores.percent(one.score_of_kvpress)
-
-
-def test_missing_results_of_kvzip_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match="kvzip: found no results of models"):
-    beside.kvzip(Results(tmp_path))

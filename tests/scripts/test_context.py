@@ -70,16 +70,13 @@ def test_files_and_pipes_that_are_no_text(tmp_path, monkeypatch):
     common.read_text(path, "--text")
   with pytest.raises(FileNotFoundError, match=r"--text: found no file .*expected a text in UTF-8"):
     common.read_text(tmp_path / "other", "--text")
+  with pytest.raises(FileNotFoundError, match="--context-file: found no file"):
+    list(context.read(tmp_path / "nothing"))
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes()), "utf-8"))
   with pytest.raises(ValueError, match="standard input: found a byte 0xE9"):
     common.read_stdin()
   monkeypatch.setattr(sys, "stdin", io.StringIO("café"))
   assert common.read_stdin() == "café"
-
-
-def test_no_file(tmp_path):
-  with pytest.raises(FileNotFoundError, match="--context-file: found no file"):
-    list(context.read(tmp_path / "nothing"))
 
 
 def run(monkeypatch, tmp_path, out):

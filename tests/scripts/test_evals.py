@@ -498,14 +498,6 @@ def test_hiding_by_hand():
   assert both == ["A b.", "early", "C d.", "E f.", "G h.", "late", "I j."]
 
 
-def test_a_needle_keeps_its_place():
-  build = functools.partial(needle.build, count, length=800)
-  early, late = (build(draw=random.Random(1), depth=depth) for depth in (0.1, 0.9))
-  where = [row.context.index(row.answers[0]) / len(row.context) for row in (early, late)]
-  assert where[0] < 0.3 < 0.7 < where[1]
-  assert early.answers == late.answers
-
-
 def test_depths():
   """Drawn from RULER's forty points; the heat map goes through all of its own, in any order."""
   assert len({*haystack.DEPTHS}) == 40

@@ -292,18 +292,16 @@ def test_divergence_is_that_of_a_plain_forward_pass(loaded, finished):
   assert other["also"]["kl"] > 0 and 0 < other["score"] <= 1
 
 
-@pytest.fixture
-def documents(tmp_path, monkeypatch):
-  """Three documents in WikiText's spelling, of several windows, one, and one token."""
+@pytest.mark.slow
+def test_perplexity_is_that_of_plain_forward_passes(loaded, tmp_path, monkeypatch):
+  """Window by window, each token from those before it; per word and byte of the text as it was.
+
+  Three documents in WikiText's spelling, of several windows, one, and one token.
+  """
   texts = [f" = A = \n {'so it goes , ' * 12}\n", " = B = \n b\n", " = C ="]
   (tmp_path / "data/wikitext").mkdir(parents=True)
   (tmp_path / "data/wikitext/wiki.test.raw").write_text("".join(texts))
   monkeypatch.setenv("KVJAX_DATA", str(tmp_path / "data"))
-
-
-@pytest.mark.slow
-def test_perplexity_is_that_of_plain_forward_passes(loaded, documents, tmp_path):
-  """Window by window, each token from those before it; per word and byte of the text as it was."""
   model, tokenizer = loaded
   more = ("--lengths", "40", "--budgets", "16")  # fewer than a window: another perplexity
   rows = run(loaded, tmp_path / "out", *more, tasks=("wikitext",), methods=("streaming_llm",))
@@ -647,20 +645,16 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 # ---- what results come from
 
 
-def other_weights(model):
-  """The same shapes and sums, in another order."""
-  graph, state = nnx.split(model)
-  return nnx.merge(graph, jax.tree.map(lambda x: jnp.flip(x, -1), state))
-
-
 def test_other_weights_of_the_same_name_are_refused(loaded, finished, tmp_path):
-  model, tokenizer = other_weights(loaded[0]), loaded[1]
+  """Of the same shapes and sums, in another order."""
+  graph, state = nnx.split(loaded[0])
+  model = nnx.merge(graph, jax.tree.map(lambda x: jnp.flip(x, -1), state))
   assert origin.weights(nnx.clone(loaded[0])) == origin.weights(loaded[0])
   found = r"with weights = '\w+', and now it is '\w+': expected the s"
   with pytest.raises(ValueError, match=found):
-    run((model, tokenizer), finished[0])
+    run((model, loaded[1]), finished[0])
   with pytest.raises(ValueError, match=r"with weights = '\w+', and now it is"):
-    run((model, tokenizer), tmp_path / "b", "--add", str(finished[0]))
+    run((model, loaded[1]), tmp_path / "b", "--add", str(finished[0]))
   settings = store.settings_of(finished[0])
   other = folder_of(kvjax.__version__, tmp_path / "c", [], settings | {"weights": "other"})
   with pytest.raises(ValueError, match="with weights = 'other', and now it is"):
@@ -704,12 +698,10 @@ def test_folders_of_before_there_were_fingerprints_are_reported_on(loaded, finis
     run(loaded, tmp_path / "both")
 
 
-QUESTION = {"question": "What is 1 + 1?", "answer": "#### 2"}
-
-
 def questions(folder, **changed):
   (folder / "gsm8k").mkdir(parents=True, exist_ok=True)
-  (folder / "gsm8k/test.jsonl").write_text(json.dumps(QUESTION | changed) + "\n")
+  question = {"question": "What is 1 + 1?", "answer": "#### 2"}
+  (folder / "gsm8k/test.jsonl").write_text(json.dumps(question | changed) + "\n")
 
 
 @pytest.mark.slow

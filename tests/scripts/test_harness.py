@@ -227,16 +227,6 @@ def test_lengths_that_cannot_be_are_refused(loaded):
       adapter(loaded, **{name: value})
 
 
-@pytest.mark.slow
-def test_a_bounded_method_scores_its_own_way(loaded):
-  pair = " ".join(TEXTS), " and so on and on"
-  bounded = adapter(loaded, kvjax.StreamingLLM(budget=16))
-  values = [lm.loglikelihood([request(*pair)])[0][0] for lm in (adapter(loaded), bounded)]
-  assert abs(values[0] - values[1]) > 1e-3
-  neutral = adapter(loaded, kvjax.settings.neutral(kvjax.StreamingLLM, 512))
-  np.testing.assert_allclose(neutral.loglikelihood([request(*pair)])[0][0], values[0], rtol=1e-4)
-
-
 def test_chat_templates(loaded):
   from kvjax.programs.evals.harness import KVCacheLM
 

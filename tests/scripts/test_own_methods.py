@@ -72,15 +72,6 @@ def test_what_is_none_is_refused(mine, name, message):
     kvjax.find_method(name, "--methods")
 
 
-@pytest.mark.core(1)
-@pytest.mark.parametrize(
-  "law", ["neutral_setting_equals_full", "kept_positions", "idle_rows_stay_untouched"]
-)
-def test_obeys_the_laws(mine, law):
-  """Those that the core asks for; their programs are shared."""
-  LAWS[law](Case(mine.Middle))
-
-
 @pytest.mark.slow
 def test_all_laws_at_once(mine):
   kvjax.testing.check(mine.Middle)

@@ -328,22 +328,41 @@ def test_perplexity_is_that_of_plain_forward_passes(loaded, tmp_path, monkeypatc
   assert "bits/byte" in summary.table([one, other])
 
 
+@dataclasses.dataclass(frozen=True)
+class Fussy(kvjax.Full):
+  refuses: str = "turns"
+
+  def settle(self, at, cache, prompt):
+    if self.refuses == "prompts" or (self.refuses == "turns" and prompt.past != 0):
+      raise NotImplementedError("no second turns")
+    return super().settle(at, cache, prompt)
+
+  def plan(self, at, cache, q, visible, carry):
+    if self.refuses == "steps":
+      raise ValueError("no second turns")
+    return super().plan(at, cache, q, visible, carry)
+
+
 @pytest.mark.slow
-def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys):
-  """Its reason is told once, and the other methods run."""
-
-  class Fussy(kvjax.Full):
-    def stage(self, at, cache, new, q, prompt, carry):
-      if prompt.past != 0:
-        raise NotImplementedError("no second turns")
-      return super().stage(at, cache, new, q, prompt, carry)
-
-  kvjax.settings.register(Fussy, example=lambda cls, budget: cls())
-  monkeypatch.setitem(kvjax.METHODS, "fussy", Fussy)
-  rows = run(loaded, tmp_path, *BOTH, tasks=("needle",), methods=("fussy",))
-  ran = {(row["method"], row["mode"]) for row in rows}
-  assert ran == {("full", "aware"), ("full", "agnostic"), ("fussy", "aware")}
-  assert capsys.readouterr().err.count("not run: fussy, agnostic, 480 tokens: no second turns") == 1
+@pytest.mark.parametrize(
+  ("name", "refuses"),
+  [("fussy", "turns"), ("fussy", "prompts"), ("fussy", "steps"), ("full", "prompts")],
+)
+def test_a_method_that_refuses_is_left_out(loaded, tmp_path, monkeypatch, capsys, name, refuses):
+  """Its reason is told once, and the other methods run; nobody is compared with them."""
+  kvjax.settings.register(Fussy, example=lambda cls, budget: cls(refuses))
+  monkeypatch.setitem(kvjax.METHODS, name, Fussy)
+  rows = run(loaded, tmp_path, *BOTH, methods=(name, "snapkv"), batch=SAMPLES + 1)
+  ran = {(row["task"], row["mode"], row["method"]) for row in rows}
+  cells = [("needle", "aware"), ("needle", "agnostic"), ("kl", "aware")]
+  wanted = {(*cell, method) for cell in cells for method in ("full", name, "snapkv")}
+  refused = cells if refuses != "turns" else cells[1:2]
+  wanted -= {(*cell, name) for cell in refused}
+  wanted -= {("kl", "aware", "snapkv")} if name == "full" else set()
+  assert ran == wanted
+  told = capsys.readouterr().err
+  for _, mode in refused:
+    assert told.count(f"not run: {name}, {mode}, 480 tokens: no second turns") == 1
 
 
 def test_cells_that_cannot_be_are_left_out(loaded, tmp_path, capsys):

@@ -22,6 +22,7 @@ from kvjax.programs.evals import continuations, origin, walks
 from kvjax.programs.evals.answers import Answers
 from kvjax.programs.evals.divergence import compare, surprise
 from kvjax.programs.evals.plan import Cell, Entry, read_at_once
+from kvjax.programs.evals.standing import FULL
 from kvjax.runtime.shared_prefill import take
 
 CHUNK = 16  # decode steps between two looks at a text that is given
@@ -49,6 +50,7 @@ class Runner:
 
   def __post_init__(self):
     self._compiled: set[Any] = set()
+    self._refused: set[Any] = set()  # methods that do not read the prompts of a length and a mode
 
   def run(self, cell: Cell, groups: Sequence[Sequence[Entry]], missing: Missing) -> Iterator[Made]:
     """Results of the missing rows, as they come; a method that refuses gives no more.
@@ -86,17 +88,12 @@ class Runner:
         for entry in group
       }
       wanted = [entry for entry in rows if rows[entry]]
-      if not wanted:
-        continue
-      try:
-        logits, filled, about = self._read(cell, part, [x.method for x in group], size)
-      except (ValueError, NotImplementedError) as error:
-        yield from ((entry, error) for entry in wanted)
-        continue
-      for entry in wanted:
-        self._drop_programs()
+      for entry, read in self._readings(cell, part, group, wanted, size):
+        if isinstance(read, Exception):
+          yield entry, read
+          continue
+        logits, caches, about = read
         try:
-          caches = take(filled, group.index(entry)) if len(group) > 1 else filled
           method = caches[0].origin.method if repeats else entry.method
           if entry not in made:
             # What is reconstructed has as many slots as its budget, even where the text is shorter.
@@ -111,7 +108,42 @@ class Runner:
           made.pop(entry, None)
           yield entry, error
     for entry, answers in made.items():
-      yield from ((entry, [row]) for row in answers.finish())
+      try:
+        yield from ((entry, [row]) for row in answers.finish())
+      except (ValueError, NotImplementedError) as error:
+        yield entry, error
+
+  def _readings(
+    self,
+    cell: Cell,
+    indices: Sequence[int],
+    group: Sequence[Entry],
+    wanted: Sequence[Entry],
+    size: int,
+  ) -> Iterator[tuple[Entry, Any]]:
+    """Logits, caches and facts of a reading for each of the wanted methods, or its refusal.
+
+    One pass fills the caches of a group. A method that refuses is looked for by halves, so that the
+    others run, and is left out of later passes.
+    """
+    group = [entry for entry in group if (entry, cell.length, cell.mode) not in self._refused]
+    wanted = [entry for entry in wanted if entry in group]
+    if not wanted:
+      return
+    try:
+      logits, filled, about = self._read(cell, indices, [x.method for x in group], size)
+    except (ValueError, NotImplementedError) as error:
+      if len(group) == 1:
+        self._refused.add((group[0], cell.length, cell.mode))
+        yield group[0], error
+        return
+      for half in (group[: len(group) // 2], group[len(group) // 2 :]):
+        yield from self._readings(cell, indices, half, wanted, size)
+      return
+    for entry in wanted:
+      self._drop_programs()
+      caches = take(filled, group.index(entry)) if len(group) > 1 else filled
+      yield entry, (logits, caches, about)
 
   def _read(
     self, cell: Cell, indices: Sequence[int], methods: list[kvjax.Method], size: int
@@ -199,20 +231,13 @@ class Runner:
       wanted = [entry for entry in group if lacks[entry]]
       if group is groups[0] and group[0] not in wanted:
         wanted.insert(0, group[0])  # what the others are compared with
-      if not wanted:
-        continue
-      methods = [entry.method for entry in group]
-      try:
-        logits, filled, about = self._read(cell, indices, methods, self.batch)
-      except (ValueError, NotImplementedError) as error:
-        yield from ((entry, error) for entry in wanted)
-        continue
-      for entry in wanted:
-        self._drop_programs()
-        caches = take(filled, group.index(entry)) if len(group) > 1 else filled
+      for entry, read in self._readings(cell, indices, group, wanted, self.batch):
         try:
-          how = logits, caches, about, reference
-          rows, reference = self._follow(cell, indices, entry, *how)
+          if isinstance(read, Exception):
+            raise read
+          if reference is None and entry.label != FULL:
+            raise ValueError(f"{cell.task.name}: found no full cache to compare with, expected one")
+          rows, reference = self._follow(cell, indices, entry, *read, reference)
         except (ValueError, NotImplementedError) as error:
           yield entry, error
           continue

@@ -304,7 +304,9 @@ def rows(tmp_path):
       made.append(row("needle", "quest", n // 4, i, float(i < 4), n))
     made.append(row("needle", "quest", 64, i, 0.0, 4096))
     made.append(row("needle", "duo_attention:pattern=lost.tsv", 512, i, 0.0, 4096))
-    made.append(row("kl", "quest", 1024, i, 0.5, 4096, positions=[1]))
+    for given, also in (("kl", {"kl": 0.1}), ("wikitext", {"bytes": 9})):
+      made.append(row(given, "quest", 1024, i, 0.5, 4096, also=also))
+  made.append(row("needle", "quest", 1024, 8, 0.0, 4096))  # which the full cache lacks
   return write(tmp_path, made, model="tiny")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.programs.evals import store
+from kvjax.programs.evals.standing import answered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +17,8 @@ class Kept:
 
   Attributes:
     length, budget: tokens; None: the method has no budget.
-    values: their scores.
-    full: the full cache's mean over the same rows; None where it has none of them.
+    values: their scores, of those that the full cache has if it has some.
+    full: its mean over these; None where it has none.
   """
 
   length: int
@@ -54,7 +55,7 @@ class Rows:
 
   def __init__(self, folder: pathlib.Path, tasks: Sequence[str] = ()):
     self.model: str = store.settings_of(folder)["model"]
-    rows = [row for row in store.read(folder) if "positions" not in row and row["mode"] == "aware"]
+    rows = [x for x in store.read(folder) if answered(x["also"]) and x["mode"] == "aware"]
     held = {row["task"] for row in rows}
     if missing := sorted(set(tasks) - held):
       raise ValueError(
@@ -84,6 +85,6 @@ class Rows:
       return None
     budget = min(mine, key=lambda x: abs(math.log((x or at) / at / share)))
     rows = self.cells[at, method, budget]
-    both = [self._full[one] for one in map(store.sample, rows) if one in self._full]
-    full = sum(both) / len(both) if both else None
-    return Kept(at, budget, tuple(row["score"] for row in rows), full)
+    both = [row for row in rows if store.sample(row) in self._full]
+    full = sum(self._full[store.sample(row)] for row in both) / len(both) if both else None
+    return Kept(at, budget, tuple(row["score"] for row in both or rows), full)

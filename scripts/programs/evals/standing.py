@@ -18,6 +18,11 @@ def between(counts: Iterable[int]) -> str:
   return f"n = {few}" if few == many else f"n = {few} to {many}"
 
 
+def answered(also: Iterable[str]) -> bool:
+  """True if a row with such further means is scored by an answer, not by a text that is given."""
+  return not {"kl", "bytes"}.intersection(also)
+
+
 def aware_first(mode: str) -> tuple[bool, str]:
   """A key to sort modes by."""
   return mode != "aware", mode
@@ -111,10 +116,10 @@ def _standings(length: int, mode: str, place: dict[Who, Cells], least: float) ->
   if (FULL, None) not in place:
     return None
   whole = place[FULL, None]
-  answered = [task for task in whole if not _followed(whole[task])]
-  means = {task: statistics.fmean(r["score"] for r in whole[task].values()) for task in answered}
+  scored = [task for task in whole if answered(_also(whole[task]))]
+  means = {task: statistics.fmean(r["score"] for r in whole[task].values()) for task in scored}
   weak = tuple(task for task, mean in means.items() if mean < least)
-  solved = [task for task in answered if task not in weak]
+  solved = [task for task in scored if task not in weak]
   tasks = _common(solved, place)
   if not tasks:
     return None
@@ -130,9 +135,9 @@ def _standings(length: int, mode: str, place: dict[Who, Cells], least: float) ->
   return Standings(mode, length, tasks, weak, (min(counts), max(counts)), by)
 
 
-def _followed(found: dict[str, dict[str, Any]]) -> bool:
-  """True if a task follows a given text, and has no answers."""
-  return "kl" in next(iter(found.values()))["also"]
+def _also(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+  """Further means of a task's first row, which all of its rows have."""
+  return next(iter(found.values()))["also"]
 
 
 def _shared(task: str, compared: dict[Who, Cells], whole: Cells) -> frozenset[str]:
@@ -164,11 +169,10 @@ def _standing(
     task: shared[task] if compared and task in shared else frozenset(cells[task]) for task in cells
   }
   listed = {task: sorted(prompts[task]) for task in cells if prompts[task]}
-  followed = {task for task in listed if _followed(cells[task])}
   estimates = {
     task: estimate([cells[task][prompt]["score"] for prompt in listed[task]])
     for task in listed
-    if task not in followed
+    if answered(_also(cells[task]))
   }
   score = gap = kl = None
   if compared:
@@ -179,6 +183,6 @@ def _standing(
         for task, mine, full in ((task, cells[task], whole[task]) for task in tasks)
       ]
     )
-  for task in followed:
+  for task in (task for task in listed if "kl" in _also(cells[task])):
     kl = estimate([cells[task][x]["also"]["kl"] for x in listed[task]], shares=False)
   return Standing(*who, estimates, kl, score, gap, prompts)

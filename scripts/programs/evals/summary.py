@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.programs import console
-from kvjax.programs.evals import plan, walks
+from kvjax.programs.evals import plan, standing, walks
 from kvjax.programs.evals.stats import Estimate, estimate
 
 GROUP = ("task", "length", "mode", "method", "budget")
@@ -53,7 +53,7 @@ class Summary:
   @property
   def answered(self) -> bool:
     """True if the task is scored by answers, and not by what follows a given text."""
-    return not self.also.keys() & {"kl", "bytes"}
+    return standing.answered(self.also)
 
 
 def summarise(

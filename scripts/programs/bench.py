@@ -248,6 +248,7 @@ def _short(x: float) -> str:
 
 
 def main(options: Args) -> int:
+  common.check_numbers(options, repetitions=1, minutes=0)
   chosen = sum(map(bool, (options.suite, options.add, options.compare)))
   if chosen != 1 or (options.add and not options.out):
     raise ValueError("arguments: expected one of a suite to run, --add with --out, or --compare")

@@ -177,7 +177,7 @@ def _facts(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for key in names
     if old.get(key) != new.get(key)
   ]
-  shapes = [{case["case"]: case["shapes"] for case in held["cases"]} for held in (old, new)]
+  shapes = [{case["case"]: case.get("shapes", "") for case in held["cases"]} for held in (old, new)]
   for case, before in shapes[0].items():
     if (after := shapes[1].get(case, before)) != before:
       lines.append(f"{case} is of other shapes: {before}, then {after}")

@@ -310,6 +310,7 @@ def versions() -> dict[str, str]:
 
 
 def main(args: Args) -> int:
+  common.check_numbers(args, repetitions=1)
   if jax.default_backend() != "gpu":
     raise ValueError(f"found backend {jax.default_backend()}, expected a GPU to tune for")
   user, shipped = devices.folders()

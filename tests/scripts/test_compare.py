@@ -66,12 +66,14 @@ def test_what_differs_and_what_is_missing_is_said(folders):
   assert not any("command" in line for line in said)
 
 
-def test_other_shapes_are_said(folders):
+@pytest.mark.parametrize("other", ['"q [2, 8]"', '""'])
+def test_other_shapes_are_said(folders, other):
   old, new = folders
   path = new / "nvidia-h200" / "bench_decode.json"
-  path.write_text(path.read_text("utf-8").replace("q [1, 8]", "q [2, 8]", 1), "utf-8")
+  text = path.read_text("utf-8").replace('"q [1, 8]"', other, 1)
+  path.write_text(text.replace('"shapes": "", ', ""), "utf-8")
   said = compare.compare(old, new).differences
-  assert "decode: a is of other shapes: q [1, 8], then q [2, 8]" in said
+  assert f"decode: a is of other shapes: q [1, 8], then {json.loads(other)}" in said
 
 
 def test_noise_is_no_change():
@@ -154,5 +156,7 @@ def test_the_program(folders, capsys):
   assert main("--compare", old, old, "--fail-slower") == 0
   with pytest.raises(ValueError, match="--fail-slower: found no --compare"):
     main("decode", "--quick", "--only", "nothing", "--fail-slower")
+  with pytest.raises(ValueError, match="--repetitions: found 0, expected at least 1"):
+    main("decode", "--quick", "--only", "nothing", "--repetitions", "0")
   with pytest.raises(ValueError, match="expected one of a suite to run"):
     main(*command, "--add", old)

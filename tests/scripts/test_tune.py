@@ -137,6 +137,7 @@ def test_shapes_of_a_model_fit_a_fifth_of_the_memory():
 @pytest.mark.parametrize(
   ("args", "message"),
   [
+    (tune.Args(repetitions=0), "--repetitions: found 0, expected at least 1"),
     (tune.Args(), "found backend cpu, expected a GPU to tune for"),
     (tune.Args(model="nosuch"), "--model: found 'nosuch', expected a checkpoint, a Hugging"),
     (tune.Args(only=("B5",)), "--only: found B5, in no shape's name, expected a part of one of B1"),
@@ -144,4 +145,4 @@ def test_shapes_of_a_model_fit_a_fifth_of_the_memory():
 )
 def test_bad_arguments_are_refused(args, message, monkeypatch):
   with pytest.raises(ValueError, match=message):
-    list(tune.work(args)) if "--" in message else tune.main(args)
+    list(tune.work(args)) if args.model or args.only else tune.main(args)

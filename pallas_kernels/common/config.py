@@ -8,8 +8,10 @@ in no way are refused before anything is launched (`least_shared`).
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
+from typing import Any
 
 from kvjax.kernels.common import devices
 from kvjax.kernels.common.devices import Device
@@ -76,11 +78,16 @@ def tuned(kernel: str, here: Device) -> tuple[tuple[dict[str, int], Config], ...
   others = (held.name for held in devices.known() if devices.alike(held, here))
   names = dict.fromkeys([here.name, *others])
   found: dict[str, tuple[dict[str, int], Config]] = {}
-  for held in (held for name in names for held in devices.tables(name, kernel)):
-    for entry in held["entries"]:
-      key = json.dumps(entry["bucket"], sort_keys=True)
-      found.setdefault(key, (entry["bucket"], Config(**entry["config"])))
+  for held in (held for name in names for held in devices.tables(name, kernel, _entries)):
+    for sizes, cut in held:
+      found.setdefault(json.dumps(sizes, sort_keys=True), (sizes, cut))
   return tuple(found.values())
+
+
+def _entries(held: Any) -> list[tuple[dict[str, int], Config]]:
+  """The buckets of a table's file, each with its configuration."""
+  names = inspect.signature(bucket).parameters
+  return [({x: e["bucket"][x] for x in names}, Config(**e["config"])) for e in held["entries"]]
 
 
 def bucket(*, rows: int, groups: int, slots: int, head_dim: int, itemsize: int) -> dict[str, int]:

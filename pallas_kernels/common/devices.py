@@ -10,8 +10,10 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -132,31 +134,41 @@ def folders() -> tuple[pathlib.Path, ...]:
 
 
 @functools.cache
-def tables(name: str, stem: str) -> tuple[dict[str, Any], ...]:
-  """The files `<stem>.json` of a device, the user's first; none where nothing was measured.
+def tables(name: str, stem: str, read: Callable[[Any], Any]) -> tuple[Any, ...]:
+  """What `read` makes of the files `<stem>.json` of a device; none where nothing was measured.
+
+  The user's are first.
 
   Raises:
-    ValueError: a file is not what `kvjax tune` writes.
+    ValueError: a file is not what `kvjax tune` writes: `read` raised something.
   """
   found = []
   for folder in folders():
     path = folder / name / f"{stem}.json"
     if path.is_file():
       try:
-        found.append(json.loads(path.read_text("utf-8")))
-      except json.JSONDecodeError as error:
+        found.append(read(json.loads(path.read_text("utf-8"))))
+      except Exception as error:
+        what = "no JSON" if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ValueError(
-          f"{path}: found no JSON ({error}), expected what `kvjax tune` writes"
+          f"{path}: found {what} ({error}), expected what `kvjax tune` writes"
         ) from None
   return tuple(found)
 
 
 def _recorded(name: str) -> Device | None:
   """The measured facts of a device."""
-  for held in tables(name, "device"):
-    facts = {x.name: held[x.name] for x in dataclasses.fields(Device) if x.name in held}
-    return Device(**{**facts, "name": name, "source": "measured"})
-  return None
+  held = next(iter(tables(name, "device", _facts)), None)
+  return held and Device(name, **held, source="measured")
+
+
+def _facts(held: Any) -> dict[str, Any]:
+  """The facts in a record's file."""
+  names = ("cores", "shared", *(x for x in ("read", "link", "memory") if x in held))
+  facts = {x: held[x] for x in names}
+  if wrong := {x: fact for x, fact in facts.items() if not 0 < fact < math.inf}:
+    raise ValueError(f"{wrong}, expected numbers above 0")
+  return facts
 
 
 def _default() -> Device:

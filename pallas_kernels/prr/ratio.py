@@ -19,7 +19,15 @@ LEAST_GAIN = 1.03  # below that, a gain is within what other shapes and texts ma
 
 def measured(device: str) -> Sequence[Entry]:
   """The entries of a device's file, the user's where there is one; none if there is none."""
-  return next((held["entries"] for held in devices.tables(device, "prr")), ())
+  return next(iter(devices.tables(device, "prr", _entries)), ())
+
+
+def _entries(held: Any) -> list[Entry]:
+  """The entries of a file, each with all that is asked of one."""
+  for entry in held["entries"]:
+    _ = [entry["bucket"][x] for x in ("selector", "unit", "best", "batch", "slots")]
+    _ = [entry[f"{x}_us"] for x in ("select", "serial", "speculate", "prr")]
+  return held["entries"]
 
 
 def ratio(selector: str, *, unit: int, best: int, batch: int, slots: int) -> float:

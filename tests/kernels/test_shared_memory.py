@@ -15,7 +15,7 @@ from kvjax.kernels.art import walk as art
 from kvjax.kernels.common import config, devices
 from kvjax.kernels.decode import sparse
 from kvjax.kernels.products import product
-from kvjax.kernels.prr import speculate
+from kvjax.kernels.prr import ratio, speculate
 from kvjax.kernels.selection import key_weights
 from kvjax.ops import table
 from tests import steps
@@ -79,11 +79,21 @@ def test_tables_serve_devices_that_are_alike(monkeypatch, tmp_path):
     cache.cache_clear()
   assert config.choose("decode", rows=64, **shape, kind="NVIDIA H200") == own
   assert len(config.tuned("decode", h200)) >= 10  # those of other buckets stay
-  path.write_text("no table")
-  for cache in caches:
-    cache.cache_clear()
-  with pytest.raises(ValueError, match=r"decode\.json: found no JSON .* `kvjax tune` writes"):
-    config.choose("decode", rows=64, **shape, kind="NVIDIA H200")
+  path.unlink()
+  for stem, text, found, asked in (
+    ("decode", "no table", "no JSON", lambda: config.tuned("decode", h200)),
+    ("decode", '{"entries": [{"bucket": {}}]}', "KeyError", lambda: config.tuned("decode", h200)),
+    ("prr", '{"entries": [{"bucket": {}}]}', "KeyError", lambda: ratio.measured("nvidia-h200")),
+    ("device", '{"cores": 132}', "KeyError", lambda: devices.device("NVIDIA H200")),
+    ("device", '{"cores": 0, "shared": 1}', "ValueError", lambda: devices.device("NVIDIA H200")),
+  ):
+    damaged = path.with_name(f"{stem}.json")
+    damaged.write_text(text)
+    for cache in caches:
+      cache.cache_clear()
+    with pytest.raises(ValueError, match=rf"{stem}\.json: found {found} .* `kvjax tune` writes"):
+      asked()
+    damaged.unlink()
   for cache in caches:
     cache.cache_clear()
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.cache import Cache, CacheSpec, Origin
 from kvjax.core.context import Carry, Env
 from kvjax.families import forms, sliding
 from kvjax.families.bounded import Bounded
@@ -238,9 +238,10 @@ def step_traffic(spec: CacheSpec, method: Method) -> tuple[LayerTraffic, ...]:
     method: the KV-cache method.
 
   Raises:
-    TypeError: `method` is no method.
+    TypeError: `method` is no method, or `spec` no sizes.
   """
   check_method("method", method)
+  Origin.of(method, spec)
   method = _long_enough(method, spec.capacity)
   env = Env(max(1, spec.layers), impl="reference")
   sites: list[Site] = []

@@ -80,7 +80,7 @@ Method._caches_of_layers = staticmethod(init_caches)
 
 def windows_of(caches: Sequence[Any]) -> tuple[int | None, ...]:
   """Each layer's window, None where it is the method's, as all of unknown origin are."""
-  origin = getattr(caches[0], "origin", None)
+  origin = getattr(caches[0], "origin", None) if caches else None
   return (origin and origin.windows) or (None,) * len(caches)
 
 

@@ -172,14 +172,14 @@ def importance(caches: Sequence[Cache]) -> np.ndarray:
   """Importance of a model's channels, summed over the rows of its caches: float64 [L, K, H].
 
   Raises:
-    ValueError: some layer's cache keeps no such statistic (dense layers do not).
+    ValueError: some layer's cache keeps no such statistic (dense layers do not), or there is none.
   """
   caches = sliding.served(caches)
   without = [i for i, cache in enumerate(caches) if "importance" not in cache.heads]
-  if without:
+  if without or not caches:
     raise ValueError(
-      f"caches: found no importance of channels in layers {without}, expected caches of a "
-      "DoubleSparsity without dense layers"
+      f"caches: found no importance of channels in layers {without or 'at all'}, expected caches "
+      "of a DoubleSparsity without dense layers"
     )
   return np.stack([np.asarray(cache.heads["importance"], np.float64).sum(0) for cache in caches])
 

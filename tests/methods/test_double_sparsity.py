@@ -245,8 +245,11 @@ def test_refuses_what_does_not_fit(tmp_path):
   bare = Stream.random(0).spec(20, layers=2)
   with pytest.raises(ValueError, match="found no labels"):
     double_sparsity.calibrated(DoubleSparsity(dense_layers=2).init_caches(bare), fits)
-  with pytest.raises(ValueError, match=r"no importance of channels in layers \[0\]"):
-    double_sparsity.importance(DoubleSparsity(dense_layers=1).init_caches(bare))
+  with pytest.raises(ValueError, match="found no labels"):
+    double_sparsity.calibrated((), fits)
+  for made, where in ((DoubleSparsity(dense_layers=1).init_caches(bare), r"\[0\]"), ((), "at all")):
+    with pytest.raises(ValueError, match=f"no importance of channels in layers {where}"):
+      double_sparsity.importance(made)
   np.savez(tmp_path / "other.npz", x=fits)
   with pytest.raises(ValueError, match=r"found arrays \['x'\]"):
     double_sparsity.load_channels(tmp_path / "other.npz")

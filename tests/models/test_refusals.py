@@ -13,6 +13,7 @@ from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
 from kvjax import CacheSpec, Carry, Env, Prompt
+from kvjax.analysis.traffic import step_traffic
 from kvjax.models.decode import reconstruct
 from kvjax.models.decode.caches import fork, restore, room, save
 from kvjax.models.decode.generate import generate, prefill
@@ -54,7 +55,8 @@ def test_room_is_counted_on_the_host():
   assert room(WINDOW.init_caches(SPEC), WINDOW) is None
   with pytest.raises(ValueError, match=r"caches: found those of Full\(\), expected StreamingLLM"):
     room(caches, WINDOW)
-  for make in (FULL.init_caches, lambda spec: kvjax.plan_memory(spec, FULL)):
+  given = (lambda spec: kvjax.plan_memory(spec, FULL)), lambda spec: step_traffic(spec, FULL)
+  for make in (FULL.init_caches, *given):
     with pytest.raises(TypeError, match=r"spec: found 3, expected a kvjax\.CacheSpec"):
       make(3)
   with pytest.raises(TypeError, match="dtype: found 'bf16', expected a dtype of floats"):

@@ -7,7 +7,9 @@ import tyro
 from matplotlib.figure import Figure
 
 import kvjax
+from kvjax.models.io.asides import aside
 from kvjax.models.io.presets import PRESETS
+from kvjax.programs.evals.pictures.look import thousands
 
 # Method -> its marker: equal ones are seen inside each other.
 METHODS = {
@@ -36,12 +38,13 @@ def main(
     axes.loglog(lengths, points, marker=marker, markersize=size, fillstyle="none", label=name)
     last = f"{plans[-1].device / 1e9:.2f} GB" + f" + {plans[-1].host / 1e9:.0f} on the host"
     print(f"{name:16} {last if plans[-1].host else last.split(' +')[0]} at {lengths[-1]:,} tokens")
-  axes.set_xticks(lengths, [f"{length // 1024}K" for length in lengths], minor=False)
+  axes.set_xticks(lengths, [*map(thousands, lengths)], minor=False)
   axes.minorticks_off()
   axes.set(xlabel="tokens of context (logarithmic)", ylabel="GB on the device, a row (logarithmic)")
   axes.set_title(f"Caches of {model}, bfloat16, budget {budget:,}")
   axes.legend()
-  figure.savefig(out)
+  with aside(out, replace=True) as path:
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

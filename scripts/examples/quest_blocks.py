@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 import kvjax
 from kvjax.models.decode.generate import join, pad, prefill, split
+from kvjax.models.io.asides import aside
 from kvjax.programs.evals.haystack import words_from
 from scripts.examples.tiny import load
 
@@ -55,7 +56,8 @@ def main(
     xlabel="token that is decoded", ylabel="page of 16 tokens", title="Pages that Quest reads"
   )
   figure.colorbar(image, label="share of KV heads")
-  figure.savefig(out)
+  with aside(out, replace=True) as path:
+    figure.savefig(path)
   print(f"{out}: {np.mean(shares):.0%} of {size // 16} pages are read on average")
 
 

@@ -49,10 +49,12 @@ def test_example(name, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_example_ends_in_a_picture(name, monkeypatch, tmp_path, capsys):
-  picture = tmp_path / "made.png"
+  picture = tmp_path / "new" / "made.png"
   run(name, monkeypatch, *DRAWN[name], "--out", str(picture))
   assert re.search(SAID[name], capsys.readouterr().out)
   assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 4000
+  with pytest.raises(IsADirectoryError, match="new: found a folder, expected a file to write"):
+    run(name, monkeypatch, *DRAWN[name], "--out", str(picture.parent))
 
 
 @pytest.mark.slow

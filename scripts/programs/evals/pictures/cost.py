@@ -203,8 +203,8 @@ def first_page(board: Board) -> Figure | None:
     axis.vlines(x, 100 * point.score.low, 100 * point.score.high, color=colour, linewidth=1)
     axis.plot(x, y, "o", color=colour, markersize=6, markeredgecolor="white")
     named.append((point.method, x, y, colour))
-  tokens = sorted({f"{point.cost.attended:,}" for point in points})
-  attended = tokens[0] if len(tokens) == 1 else f"{tokens[0]} to {tokens[-1]}"
+  tokens = sorted({point.cost.attended or 0 for point in points})
+  attended = " to ".join(f"{each:,}" for each in dict.fromkeys((tokens[0], tokens[-1])))
   look.name_axes(axis, f"ms a token, median step of {board.batch} rows", "score, percent")
   axis.set_ylim(-4, 109)
   axis.margins(x=0.15)

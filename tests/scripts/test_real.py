@@ -263,7 +263,8 @@ def test_families_are_what_classes_declare():
   assert families.of("quantised:bits=8+quest") == families.READS
   assert families.of("quantised:bits=8+snapkv") == families.EVICTS
   assert families.of("cpe") == families.SKIMS and families.of("h2o") == families.EVICTS
-  assert families.of("streaming_llm") == families.WINDOWS and families.of("full") == families.WHOLE
+  of = {name: families.of(name) for name in ("streaming_llm", "duo_attention")}
+  assert set(of.values()) == {families.WINDOWS} and families.of("full") == families.WHOLE
   assert families.of("ltri") == families.STREAMS and families.of("random") == families.CONTROL
   assert families.of("nonesuch") == families.of("mine:Middle") == families.OTHERS
 

@@ -85,6 +85,6 @@ def of(label: str) -> Family:
     return STREAMS
   if isinstance(method, Coded) and isinstance(method.base, kvjax.Full):
     return ROUNDS
-  if method.traits.positional:
+  if method.traits.positional and method.traits.uneven is None:  # every head keeps every token
     return READS if kvjax.families.forms.dense_prefill(method) else SKIMS
   return EVICTS if kvjax.families.forms.dense_prefill(method) else WINDOWS

@@ -48,7 +48,7 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import bench_files, common, console, step_time
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import cells, plan, registry
-from kvjax.programs.evals.costs import FILE, KEY, key, measured
+from kvjax.programs.evals.costs import FILE, KINDS, key, measured
 from kvjax.programs.evals.prompt import Reader
 from kvjax.programs.suites.e2e import stepping
 
@@ -226,7 +226,7 @@ def lines(args: Args) -> Iterator[dict[str, Any]]:
     for batch in args.batches:
       bench = Bench(model, prompts[:batch], length, args)
       for entry in entries[length]:
-        named = dict(zip(KEY, (entry.label, entry.budget, length, batch), strict=True))
+        named = dict(zip(KINDS, (entry.label, entry.budget, length, batch), strict=True))
         if (mine := (key(named), repr(entry.method))) in have:
           continue
         have.add(mine)

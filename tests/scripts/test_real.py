@@ -172,8 +172,9 @@ def test_without_the_full_cache_nothing_stands():
   "line, said",
   [
     ("{", "line 1: found Expecting"),
-    ("[]", "line 1: found no method, budget, length, batch"),
-    ('{"method": "full", "budget": null}', "line 1: found no length, batch, expected the cost"),
+    ("[]", "line 1: found method = None, budget = None, length = None"),
+    ('{"method": "full", "budget": null}', "line 1: found length = None, batch = None, expected"),
+    (json.dumps({**lines()[0], "method": ["full"]}), r"line 1: found method = \['full'\]"),
     (json.dumps({**lines()[0], "us_quartiles": [1]}), r"us_quartiles = \[1\], expected two"),
     (json.dumps({**lines()[0], "us": -1}), "found us = -1, expected a number"),
   ],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import os
 import pathlib
 import random
@@ -281,9 +280,6 @@ def test_files_are_whole_or_not_there(tmp_path):
     path.write_text("half")
     raise KeyboardInterrupt
   assert list(target.parent.iterdir()) == []
-  with common.written_aside(target) as path:
-    path.write_text(json.dumps({"a": 1}))
-  assert [p.name for p in target.parent.iterdir()] == ["x.json"]
   with pytest.raises(IsADirectoryError, match="folder: found a folder, expected a file"):
     common.write(target.parent, "text")
 

@@ -1,17 +1,16 @@
 """Cost of a decode step of a method: the lines of speed.jsonl, one per method and shape."""
 
 import dataclasses
-import json
-import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvjax.programs.evals import store
 from kvjax.programs.evals.standing import FULL, Standings, aware_first
 from kvjax.programs.evals.stats import Estimate
 
 FILE = "speed.jsonl"
-KEY = ("method", "budget", "length", "batch")
+KINDS = {"method": str, "budget": int | None, "length": int, "batch": int}
 _NUMBERS = ("length", "batch", "us", "cache_bytes", "host_bytes", "read_bytes")
 
 
@@ -69,7 +68,7 @@ class Cost:
 
 
 def key(line: dict[str, Any]) -> tuple[Any, ...]:
-  return tuple(line[name] for name in KEY)
+  return tuple(line[name] for name in KINDS)
 
 
 def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
@@ -79,21 +78,7 @@ def measured(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, An
     ValueError: a line is damaged.
   """
   path = folder / FILE
-  data = path.read_bytes() if path.is_file() else b""
-  whole = data[: data.rfind(b"\n") + 1]
-  if repair and len(whole) < len(data):
-    os.truncate(path, len(whole))
-  return [_parsed(x, f"{path}: line {number}") for number, x in enumerate(whole.splitlines(), 1)]
-
-
-def _parsed(line: bytes, where: str) -> dict[str, Any]:
-  try:
-    held = json.loads(line)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{where}: found {error}, expected the cost of a method") from error
-  if lacking := [x for x in KEY if not isinstance(held, dict) or x not in held]:
-    raise ValueError(f"{where}: found no {', '.join(lacking)}, expected the cost of a method")
-  return held
+  return store.lines(path, KINDS, "the cost of a method", repair=repair) if path.is_file() else []
 
 
 def read(folder: pathlib.Path) -> list[Cost]:

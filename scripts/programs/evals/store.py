@@ -20,7 +20,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvjax.models.io import files
@@ -32,6 +32,7 @@ ROWS = "rows.jsonl"
 PACKED = f"{ROWS}.gz"
 TRACES = "traces.json"
 KEY = ("task", "length", "mode", "method", "budget", "index")
+KINDS = dict(zip(KEY, (str, int, str, str, int | None, int), strict=True))
 sample = operator.itemgetter("task", "length", "mode", "index")  # of a row: what is asked
 FREE = ("kvjax", "batch")  # settings in which folders that are reported on together may differ
 PRINTS = ("weights", "tokenizer")  # settings that older folders lack
@@ -256,17 +257,43 @@ def read(folder: pathlib.Path, *, repair: bool = False) -> list[dict[str, Any]]:
   if not path.is_file() and not packed.is_file():
     raise FileNotFoundError(f"{path}: not found, expected results of kvjax evaluate")
   rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-  for file in (packed, path):
-    if file.is_file():
-      data = _unpacked(file) if file == packed else file.read_bytes()
-      whole = _whole(data)
-      if repair and file == path and whole != data:
-        _mend(file, whole, len(data))
-      for number, line in enumerate(whole.split(b"\n")[:-1], 1):
-        row = _parse(file, number, line)
-        if rows.setdefault(key(row), row) != row:
-          raise ValueError(f"{file}: line {number}: found another result of a row that is there")
+  for file in filter(pathlib.Path.is_file, (packed, path)):
+    made = lines(file, KINDS, "a row of results", repair=repair and file == path)
+    for number, row in enumerate(made, 1):
+      if rows.setdefault(key(row), row) != row:
+        raise ValueError(f"{file}: line {number}: found another result of a row that is there")
   return list(rows.values())
+
+
+def lines(
+  path: pathlib.Path, kinds: Mapping[str, Any], what: str, *, repair: bool = False
+) -> list[dict[str, Any]]:
+  """The objects of a file of JSON lines; a last one that was cut off is left out.
+
+  Args:
+    kinds: types of what each of them has, by name.
+    what: each of them is, as errors call it.
+    repair: whether a half line is removed.
+
+  Raises:
+    ValueError: a line is damaged.
+  """
+  data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+  whole = _whole(data)
+  if repair and whole != data:
+    _mend(path, whole, len(data))
+  made = []
+  for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+    try:
+      row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f"{path}: line {number}: found {error}, expected {what}") from error
+    held = row if isinstance(row, dict) else {}
+    if wrong := [n for n, kind in kinds.items() if n not in held or not isinstance(held[n], kind)]:
+      found = ", ".join(f"{name} = {held.get(name)!r}" for name in wrong)
+      raise ValueError(f"{path}: line {number}: found {found}, expected {what}")
+    made.append(row)
+  return made
 
 
 def _whole(data: bytes) -> bytes:
@@ -292,16 +319,3 @@ def _unpacked(path: pathlib.Path) -> bytes:
     return gzip.decompress(path.read_bytes())
   except (gzip.BadGzipFile, EOFError, zlib.error) as error:
     raise ValueError(f"{path}: damaged ({error}), expected packed rows of results") from error
-
-
-def _parse(path: pathlib.Path, number: int, line: bytes) -> dict[str, Any]:
-  expected = "expected a row of results"
-  try:
-    row = json.loads(line)
-  except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path}: line {number}: found {error}, {expected}") from error
-  lacking = [name for name in KEY if name not in row] if isinstance(row, dict) else [*KEY]
-  if lacking or not all(isinstance(row[name], str | int | None) for name in KEY):
-    what = f"none of {', '.join(lacking)}" if lacking else "names that are lists or objects"
-    raise ValueError(f"{path}: line {number}: found {what}, {expected}")
-  return row

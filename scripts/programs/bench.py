@@ -266,6 +266,8 @@ def main(options: Args) -> int:
   usual = 3 if options.quick else getattr(module, "REPETITIONS", 20)
   repetitions = options.repetitions or usual
   facts = environment()
+  if options.out:
+    check_versions(results_of(options.out, options.suite, facts), facts, "this run")
   print(_head(facts))
   reports, end = [], time.monotonic() + 60 * options.minutes
   for case in module.cases(options.quick, not options.no_peers, options.only):
@@ -322,6 +324,15 @@ def earlier(path: pathlib.Path, facts: dict[str, str]) -> dict[str, Any]:
   return held if same else {}
 
 
+def check_versions(path: pathlib.Path, facts: dict[str, str], of: Any) -> None:
+  """Raises ValueError where a file's results would give way to others, of other versions."""
+  if path.exists() and not earlier(path, facts):
+    raise ValueError(
+      f"{path}: found results of other versions than {of}, expected the same, another --out, or "
+      "the file gone"
+    )
+
+
 def add(folder: pathlib.Path, out: pathlib.Path) -> list[str]:
   """Takes over the cases of another folder's files; what was taken, a line each.
 
@@ -333,9 +344,7 @@ def add(folder: pathlib.Path, out: pathlib.Path) -> list[str]:
   for path in sorted(folder.glob("bench_*.json")):
     facts = bench_files.read(path)
     name, cases = path.stem.removeprefix("bench_"), facts.pop("cases")
-    mine = results_of(out, name, facts)
-    if mine.exists() and not earlier(mine, facts):
-      raise ValueError(f"{mine}: found results of other versions than {path}, expected the same")
+    check_versions(results_of(out, name, facts), facts, path)
     with files.whole(path, "results of bench"):
       taken += [f"{name}: {case['case']}" for case in cases if table(case)]
     found.append((out, name, facts, cases))

@@ -93,6 +93,9 @@ def test_benches_are_put_together(tmp_path, capsys):
   bench.write(tmp_path / "run", "prr", {**facts, "jax": "2"}, [case("w", 5.0)])
   with pytest.raises(ValueError, match="found results of other versions"):
     bench_main(*command)
+  bench.write(tmp_path / "old", "decode", {**bench.environment(), "jax": "0"}, [case("w", 5.0)])
+  with pytest.raises(ValueError, match=r"json: found results of other versions than this run, exp"):
+    bench_main("decode", "--quick", "--only", "nothing", "--out", str(tmp_path / "old"))
   with pytest.raises(ValueError, match="--add with --out"):
     bench_main("--add", str(tmp_path))
   with pytest.raises(FileNotFoundError, match="expected results of bench"):

@@ -114,6 +114,7 @@ def convert(
   tokenizer.fit(vocab)
   names = item_names(reader.config)
   stored: collections.Counter[str] = collections.Counter()
+  sums: dict[str, int] = {}
   with aside(dest) as folder:
     (folder / "items").mkdir(parents=True)
     label = f"converting {reader.path.name}"
@@ -122,6 +123,7 @@ def convert(
       for x in jax.tree.leaves(item):
         stored[x.dtype.name] += x.nbytes
       items.save(_file(folder, name, to), item)
+      sums[name] = files.total(_file(folder, name, to))
     with files.written(folder / "tokenizer.json"):
       tokenizer.save(folder)
     description = {
@@ -129,6 +131,7 @@ def convert(
       "version": VERSION,
       "items": to,
       "bytes": dict(stored),
+      "sums": sums,
       "model": reader.config.to_json(),
     }
     with files.written(folder / "config.json"):
@@ -214,8 +217,11 @@ def load(
   where = [None] * len(leaves) if mesh is None else parallel.shardings(model, config, mesh)
   placed = [x.update(sharding=to) for x, to in zip(leaves, where, strict=True)]
   wanted = nnx.to_pure_dict(nnx.state(jax.tree.unflatten(tree, placed)))
-  for name in tqdm(item_names(config), desc="loading", unit="item", disable=not progress):
+  names, sums = item_names(config), _description(path)["sums"]
+  for i, name in enumerate(tqdm(names, desc="loading", unit="item", disable=not progress)):
     item = items.load(_file(path, name, kind), _part(wanted, name))
+    if name in sums and i % jax.process_count() == jax.process_index():  # shared by all processes
+      files.check_total(_file(path, name, kind), sums[name])
     layer = name.removeprefix("layer_")
     nnx.update(model if layer == name else model.layers[int(layer)], item)
   return model if mesh is None else parallel.on_mesh(model, mesh), tokenizer
@@ -253,6 +259,8 @@ def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
       f"{file}: found format {found.get('format')!r} version {found.get('version')!r}, "
       f"expected {FORMAT!r} version {VERSION}: convert the model again"
     )
+  if not isinstance(found.setdefault("sums", {}), dict):  # none in folders of before
+    raise ValueError(f"{file}: sums: found {found['sums']!r}, expected a number by item")
   return found
 
 

@@ -214,6 +214,7 @@ def test_what_is_not_converted_names_the_command(tmp_path):
     ('{"format": "kvjax-checkpoint", "version": 99}', "version 99, expected"),
     ('{"format": "kvjax-checkpoint", "version": 1}', "version 1, .*version 2: convert .* again"),
     ('{"format": "kvjax-checkpoint", "version": 2, "model": {"vocab": 3}}', "missing"),
+    ('{"format": "kvjax-checkpoint", "version": 2, "sums": [1]}', r"sums: found \[1\], expected"),
   ],
 )
 def test_bad_config(copy, text, message):
@@ -227,12 +228,12 @@ def test_bad_config(copy, text, message):
 
 @pytest.mark.parametrize("keep", [0, 7, 100, -1])
 def test_damaged_item(copy, keep):
-  """The file ends early, begins with something else, or is not there."""
+  """The file ends early, begins with something else, has another bit, or is not there."""
   path = copy / "items" / "layer_002.safetensors"
   whole = path.read_bytes()
-  for data in (whole[:keep], b"damaged!" + whole[8:]):
+  for data in (whole[:keep], b"damaged!" + whole[8:], whole[:-1] + bytes([whole[-1] ^ 1])):
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"layer_002\.safetensors: damaged"):
+    with pytest.raises(ValueError, match=r"layer_002\.safetensors: (damaged|found other bytes)"):
       convert.load(copy)
   path.unlink()
   with pytest.raises(FileNotFoundError, match=r"layer_002\.safetensors: not found"):

@@ -81,22 +81,17 @@ def test_arrays_of_another_shape(folders, tmp_path, to):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of its threads
 def test_damaged_folders_are_refused_by_name(copy):
-  """Every file of an item: cut short, begun with something else, empty, or not there."""
+  """Every file of an item: cut short, begun with something else, one bit off, empty, or gone."""
   item = copy / "items" / "layer_002.orbax"
-  refused = 0
   for path in sorted(path for path in item.rglob("*") if path.is_file()):
     whole = path.read_bytes()
-    for data in (None, b"", whole[: len(whole) // 2], b"damaged!" + whole[8:]):
+    half, bit = len(whole) // 2, bytes([whole[-1] ^ 1])
+    for data in (None, b"", whole[:half], b"damaged!" + whole[8:], whole[:-1] + bit):
       path.unlink() if data is None else path.write_bytes(data)
-      try:
-        model = convert.load(copy)[0]
-      except ValueError as error:
-        assert str(error).startswith(f"{item}: found ") and "\n" not in str(error)
-        refused += 1
-      else:  # what Orbax notes beside the arrays
-        assert all(np.isfinite(x).all() for x in jax.tree.leaves(model)), path
+      with pytest.raises(ValueError) as refused:
+        convert.load(copy)
+      assert str(refused.value).startswith(f"{item}: found ") and "\n" not in str(refused.value)
       path.write_bytes(whole)
-  assert refused >= 8
   shutil.rmtree(item)
   with pytest.raises(FileNotFoundError, match=r"layer_002\.orbax: not found, expected"):
     convert.load(copy)

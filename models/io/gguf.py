@@ -121,6 +121,11 @@ class GGUF(Source):
     embedding = self._tensors.get("token_embd.weight")
     if embedding is None:
       raise ValueError(f"{self.path}: tensor 'token_embd.weight': not found, expected [V, {dim}]")
+    rows = embedding.shape[0]
+    if (stated := self._entry("vocab_size", rows)) != rows:
+      raise ValueError(
+        f"{self.where} 'vocab_size': found {stated!r}, expected the {rows} rows of {embedding.name}"
+      )
     layers, local = self._entry("block_count"), None
     if "rope_local_base_freq" in family.defaults:
       local = Rope(self._entry("rope.freq_base_swa", family.defaults["rope_local_base_freq"]))
@@ -132,7 +137,7 @@ class GGUF(Source):
       self._entry("context_length"),
       max_context,
       self._windows(layers),
-      vocab=embedding.shape[0],
+      vocab=rows,
       dim=dim,
       layers=layers,
       heads=heads,

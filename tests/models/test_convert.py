@@ -49,6 +49,7 @@ WRONG = [
   ({"blk.2.ffn_up.weight": np.ones((32, 64), np.float32)}, r"found shape \(32, .*expected \(96, "),
   ({"llama.block_count": 4}, r"found tensors of 3 layers, expected 4"),
   ({"llama.block_count": None}, r"block_count.*not found"),
+  ({"llama.vocab_size": 9}, r"'vocab_size': found 9, expected the 267 rows of token_embd\.weight"),
   ({"llama.embedding_length": "64"}, r"wrong type"),
   ({HEAD: 0}, r"metadata"),
   ({f"{HEAD}_kv": 3}, r"found 4, expected a multiple"),

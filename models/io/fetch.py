@@ -23,7 +23,7 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 # What a conversion reads: no pickled weights, and no second copy in another framework's format.
 _WANTED = ("*.json", "*.jinja", "model*.safetensors")
-_UNWANTED = ("*/*", "*.bin", "*.bin.index.json")
+_UNWANTED = ("*/*.json", "*/*.safetensors", "*.bin", "*.bin.index.json")
 
 
 def cache_dir() -> pathlib.Path:
@@ -52,6 +52,8 @@ def fetch_huggingface(
   from huggingface_hub.errors import HFValidationError
 
   try:
+    if "/" not in repo:  # names of the hub's first years, of no family that is read here
+      raise HFValidationError("without an owner")
     folder = huggingface_hub.snapshot_download(
       repo, revision=revision, allow_patterns=list(wanted), ignore_patterns=list(_UNWANTED)
     )

@@ -214,6 +214,7 @@ def digest(path: pathlib.Path) -> str:
   held = hashlib.sha256()
   if path.is_dir():
     parts = [part for part in path.iterdir() if part.suffix in (".json", ".jinja", ".safetensors")]
+    parts += path.glob("additional_chat_templates/*.jinja")
   else:  # a GGUF file may have several parts
     whole = re.escape(path.name)
     pattern = re.compile(re.sub(r"\\-\d{5}(?=\\-of\\-\d{5})", r"-\\d{5}", whole))

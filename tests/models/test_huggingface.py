@@ -431,18 +431,20 @@ def test_download_takes_no_pickles(folder, tmp_path, monkeypatch):
   assert asked["repo"] == "owner/name"
   files = ["config.json", "tokenizer.json", "chat_template.jinja", "pytorch_model.bin", "model.pt"]
   files += ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "original/x.json"]
+  files += ["additional_chat_templates/tool_use.jinja", "onnx/model.safetensors"]
   files += ["pytorch_model.bin.index.json", "consolidated.safetensors"]
   patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
   taken = huggingface_hub.utils.filter_repo_objects(files, **patterns)
-  assert sorted(taken) == sorted([*files[:3], *files[5:7]])
+  assert sorted(taken) == sorted([*files[:3], *files[5:7], files[8]])
 
 
 def test_download_that_fails(monkeypatch):
   def snapshot(repo, **kwargs):
     raise RuntimeError("401 gated")
 
-  with pytest.raises(ValueError, match=r"repo: found 'a/b/c'.*expected 'owner/name'"):
-    fetch.fetch_huggingface("a/b/c")
+  for name in ("a/b/c", "qwen"):
+    with pytest.raises(ValueError, match=rf"repo: found '{name}'.*expected 'owner/name'"):
+      fetch.fetch_huggingface(name)
   monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
   with pytest.raises(OSError, match=r"owner/name: download failed.*401 gated"):
     fetch.fetch_huggingface("owner/name")

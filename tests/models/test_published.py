@@ -47,6 +47,9 @@ def test_other_content_is_another_checkpoint(sources):
   assert len({*first, *second}) == 4
   moved = shutil.copytree(folder, folder.parent / "copy" / folder.name)
   assert convert.checkpoint(moved) == second[0]  # wherever it lies
+  (moved / "additional_chat_templates").mkdir()
+  (moved / "additional_chat_templates" / "rag.jinja").write_text("rag")
+  assert convert.checkpoint(moved) != second[0]
 
 
 def test_all_parts_of_a_file_are_its_content(tmp_path):

@@ -147,9 +147,13 @@ def byte_level(vocabulary: dict[str, int], merges: list[str], pre: str) -> token
 
 
 def sentencepiece(
-  vocabulary: dict[str, int], scores: list[float], unknown: str | None, prefix: bool
+  vocabulary: dict[str, int], scores: list[float], unknown: str | None, prefix: str
 ) -> tokenizers.Tokenizer:
-  """SentencePiece joins the neighbours that make the token of the highest score: merges, ranked."""
+  """SentencePiece joins the neighbours that make the token of the highest score: merges, ranked.
+
+  A space is put before a text: "always", also behind a marker; "first", only where it begins; or
+  "never".
+  """
   merges = []
   for token, i in vocabulary.items():
     for cut in range(1, len(token)):
@@ -164,11 +168,13 @@ def sentencepiece(
     byte_fallback=True,
   )
   backend = tokenizers.Tokenizer(model)
-  spaces = normalizers.Replace(" ", "▁")
-  before = [normalizers.Prepend("▁"), spaces] if prefix else [spaces]
-  backend.normalizer = normalizers.Sequence(before)
+  if prefix == "first":
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prefix, split=False)
+  else:
+    before = [normalizers.Prepend("▁")] if prefix == "always" else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", "▁")])
   after = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-  if prefix:
+  if prefix != "never":
     after.append(decoders.Strip(" ", 1, 0))
   backend.decoder = decoders.Sequence(after)
   return backend

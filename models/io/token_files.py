@@ -22,7 +22,7 @@ _GGUF_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Control tokens that end an answer in whatever model has them; old GGUF files have no such entry.
 _KNOWN_ENDS = (
   *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<end_of_turn>"),
-  *("<|return|>", "<|call|>"),
+  *("<|return|>", "<|call|>", "<|endoftext|>"),
 )
 # The names that GGUF has for the tokens which templates know as …_token.
 _GGUF_NAMES = {
@@ -90,7 +90,9 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
         raise ValueError(f"{name}: tokenizer.ggml.merges: {error}") from error
     case "llama":
       unknown = next((t for t, k in zip(tokens, kinds, strict=True) if k == _UNKNOWN), None)
-      prefix = flag("add_space_prefix", True)
+      prefix = "always" if flag("add_space_prefix", True) else "never"
+      # Mistral's files with markers have no space behind them; GGUF has no entry for it.
+      prefix = "first" if prefix == "always" and "[INST]" in vocabulary else prefix
       backend = token_backends.sentencepiece(vocabulary, listed["scores"], unknown, prefix)
     case _:
       raise NotImplementedError(

@@ -207,6 +207,12 @@ def test_sentencepiece_equals_the_algorithm_and_its_own_decoder(sentencepiece, t
 
 
 def test_sentencepiece_without_a_space_before(sentencepiece):
+  """Nowhere; behind no marker, where Mistral's later files have markers for instructions."""
+  tokens = ["[INST]" if token == "</s>" else token for token in SCORED]
+  marked = Tokenizer.from_gguf(scored(**{"tokenizer.ggml.tokens": tokens}))
+  ids = marked.encode("hello[INST]hello[INST] hello", bos=False)
+  pieces = ["▁hello", "[INST]", "he", "llo", "[INST]", "▁hello"]
+  assert [tokens[i] for i in ids] == pieces
   plain = Tokenizer.from_gguf(scored(**{"tokenizer.ggml.add_space_prefix": False}))
   ids = plain.encode(" hello", bos=False)
   assert ids == sentencepiece.encode("hello", bos=False)
@@ -480,7 +486,7 @@ def test_ends_of_a_huggingface_folder(tokenizer, tmp_path):
 
 def test_ends_of_gguf():
   entries = {**metadata(), "tokenizer.chat_template": "{{ messages[0].content }}"}
-  assert Tokenizer.from_gguf(entries).ends == (2,)
+  assert Tokenizer.from_gguf(entries).ends == (2, 0)  # <|endoftext|>, as Qwen's folders say
   entries |= {"tokenizer.ggml.eot_token_id": 1, "tokenizer.ggml.eom_token_id": 0}
   assert Tokenizer.from_gguf(entries).ends == (2, 1, 0)
   # Old files name none of them: control tokens that end an answer in every model.

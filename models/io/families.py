@@ -194,7 +194,18 @@ FAMILIES["gpt_oss"] = Family(
     "activation": "clipped",
   },
   {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
-  {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2, "rope_theta": 150000.0},
+  {
+    "head_dim": 64,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+      "rope_type": "yarn",
+      "factor": 32.0,
+      "original_max_position_embeddings": 4096,
+      "truncate": False,
+    },
+  },
   fused=("gate_up",),
   experts_as_used=True,
   names={

@@ -20,6 +20,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.config import ModelConfig
 from kvjax.primitives.rope import Linear, Llama3, LongRope, Rope, Yarn
 
+_ROWS = 1 << 10  # of embeddings that are compared together
 _MOST_LAYERS = 1 << 16  # of which a list is made before the weights are looked at
 _READ = ("*.json", "*.jinja", "model*.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -186,7 +187,7 @@ class HuggingFace(Source):
     In `rope_parameters` (transformers 5) or in `rope_theta` and `rope_scaling` (before).
     """
     key = "rope_parameters" if self._entries.get("rope_parameters") else "rope_scaling"
-    given = self._entries.get(key) or {}
+    given = self._entries.get(key, self.family.defaults.get(key)) or {}
     apart = "rope_local_base_freq" in self.family.defaults
     if key == "rope_parameters":
       self._check_one_rope(given.get("full_attention") or {} if apart else given)
@@ -325,6 +326,23 @@ class HuggingFace(Source):
     if self.config.tie_embeddings:
       unused.add(self.name("head"))
     self.check_tensors(shapes, unused)
+    if self.config.tie_embeddings and self.name("head") in shapes:
+      self._check_tied(self.name("embedding"), self.name("head"))
+
+  def _check_tied(self, embedding: str, head: str) -> None:
+    """Raises for a tied head with numbers of its own: some readers take these."""
+    with (
+      files.safetensors_opened(self._shard_of[embedding]) as one,
+      files.safetensors_opened(self._shard_of[head]) as other,
+    ):
+      x, y = one.get_slice(embedding), other.get_slice(head)
+      for i in range(0, rows := self.config.vocab, _ROWS):
+        end = min(i + _ROWS, rows)
+        if not np.array_equal(x[i:end], y[i:end]):
+          raise ValueError(
+            f"{self._file}: 'tie_word_embeddings': found True beside other numbers in {head!r} "
+            f"than in {embedding!r}, expected False, or no such tensor"
+          )
 
 
 def _attention_factor(given: dict[str, Any], factor: float) -> float | None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvjax.models.io import convert, fetch
 from kvjax.models.io.huggingface import HuggingFace
-from kvjax.primitives.rope import Linear, LongRope, Rope
+from kvjax.primitives.rope import Linear, LongRope, Rope, Yarn
 from tests import processes, tiny_hf
 
 CONFIG = tiny_hf.CASES["llama3"]
@@ -84,7 +84,9 @@ def test_matrices_of_several_dtypes_that_become_one(tmp_path):
 def test_tied_head_and_buffers_in_the_file_are_left_out(tmp_path):
   config = {**CONFIG, "tie_word_embeddings": True}
   weights = tiny_hf.weights(CONFIG)
+  refused(tmp_path, ValueError, "'tie_word_embeddings': found True beside other", config, weights)
   weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+  weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
   final = items(tiny_hf.write(tmp_path, config, weights))["final"]
   assert set(final) == {"norm"}
 
@@ -284,6 +286,11 @@ LINEAR = {"type": "linear", "factor": 2.0}
     ("llama", {"rope_scaling": {"rope_type": None, "type": None}}, None),
     ("llama", {"rope_scaling": {}, "rope_parameters": {"rope_theta": 1e4}}, None),
     ("llama", dict.fromkeys(("rope_scaling", "rope_parameters"), LINEAR), Linear(2.0)),
+    (
+      "gpt_oss",
+      {"attention_bias": True, "num_local_experts": 2, "num_experts_per_tok": 1},
+      Yarn(32.0, 4096, truncate=False),
+    ),
     (  # Phi-3's first files
       "phi3",
       {

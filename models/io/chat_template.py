@@ -95,7 +95,8 @@ def compiled(source: str) -> Chat:
 
 
 def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[str, Any]]:
-  """Copies of messages; lists of text parts are joined unless the template takes them.
+  """Copies of messages, without entries that are None; lists of text parts are joined unless the
+  template takes them.
 
   Raises:
     TypeError: these are no messages.
@@ -107,6 +108,8 @@ def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[st
   for message in messages:
     if not isinstance(message, Mapping):
       raise ValueError(f"messages: found {type(message).__name__}, expected dicts")
+    # Clients send null for what a message has not; templates ask whether "tool_calls" is there.
+    message = {key: x for key, x in message.items() if x is not None or key == "content"}
     if "role" not in message or not {"content", "tool_calls"} & set(message):
       raise ValueError(
         f"messages: found keys {sorted(message)}, expected 'role' and 'content' in each "
@@ -124,7 +127,7 @@ def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[st
       )
     if isinstance(content, str):
       check_unicode(content, "messages: content")
-    out.append(dict(message))
+    out.append(message)
   return out
 
 

@@ -127,6 +127,9 @@ def test_llama3_date_tools_and_calls():
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
     '{"name": "f", "parameters": {"a": 1}}<|eom_id|>'
   )
+  answer = {"role": "assistant", "content": "hello"}
+  spoken = [*HELLO, {**answer, "tool_calls": None, "refusal": None}]  # as OpenAI's clients have it
+  assert of("llama3", spoken) == of("llama3", [*HELLO, answer])
   assert '{\n    "type": "function",\n' in of("llama3", tools=[TOOL])
   assert f"{datetime.datetime.now():%b %Y}" in of("llama3")
   with pytest.raises(ValueError, match="does not take these messages: one call"):

@@ -194,7 +194,8 @@ def load(
     ValueError, NotImplementedError, OSError: of `checkpoint`.
   """
   path = checkpoint(files.path_of("path", path)).absolute()
-  config, kind = read_config(path), _kind(path)
+  config, description = read_config(path), _description(path)
+  kind = description["items"]
   there = sum(1 for _ in (path / "items").glob(f"*.{kind}"))
   if config.layers > there:  # before so many are made room for
     raise FileNotFoundError(
@@ -217,7 +218,7 @@ def load(
   where = [None] * len(leaves) if mesh is None else parallel.shardings(model, config, mesh)
   placed = [x.update(sharding=to) for x, to in zip(leaves, where, strict=True)]
   wanted = nnx.to_pure_dict(nnx.state(jax.tree.unflatten(tree, placed)))
-  names, sums = item_names(config), _description(path)["sums"]
+  names, sums = item_names(config), description["sums"]
   for i, name in enumerate(tqdm(names, desc="loading", unit="item", disable=not progress)):
     item = items.load(_file(path, name, kind), _part(wanted, name))
     if name in sums and i % jax.process_count() == jax.process_index():  # shared by all processes
@@ -259,8 +260,11 @@ def _description(path: str | os.PathLike[str]) -> dict[str, Any]:
       f"{file}: found format {found.get('format')!r} version {found.get('version')!r}, "
       f"expected {FORMAT!r} version {VERSION}: convert the model again"
     )
-  if not isinstance(found.setdefault("sums", {}), dict):  # none in folders of before
+  # Folders of before have safetensors and no sums, and do not say so.
+  if not isinstance(found.setdefault("sums", {}), dict):
     raise ValueError(f"{file}: sums: found {found['sums']!r}, expected a number by item")
+  if (kind := found.setdefault("items", items.KINDS[0])) not in items.KINDS:
+    raise ValueError(f"{file}: items: found {kind!r}, expected one of {', '.join(items.KINDS)}")
   return found
 
 
@@ -284,16 +288,6 @@ def stored_bytes(path: str | os.PathLike[str]) -> dict[str, int]:
   if not isinstance(sizes, dict):
     raise ValueError(f"{path}: config.json: 'bytes': found {sizes!r}, expected bytes by dtype")
   return sizes
-
-
-def _kind(path: pathlib.Path) -> str:
-  """Kind of a checkpoint's items; folders of before have safetensors, and do not say so."""
-  kind = _description(path).get("items", items.KINDS[0])
-  if kind not in items.KINDS:
-    raise ValueError(
-      f"{path / 'config.json'}: items: found {kind!r}, expected one of {', '.join(items.KINDS)}"
-    )
-  return kind
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:

@@ -49,6 +49,8 @@ def _split(pattern: str) -> Any:
 _TEKKEN = _GPT4O.replace(_ENDINGS, "").replace(r"\p{N}{1,3}", r"\p{N}")
 
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
+_LONG_NUMERALS = ("dbrx", "glm4", "chatglm-bpe")  # dbrx: Phi-4
+_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
 
 # GGUF's tokenizer.ggml.pre: how text is cut before byte-pair encoding. Every entry maps bytes to
 # printable characters (GPT-2's table); they differ in where they cut.
@@ -60,16 +62,11 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
       pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ]
   ),
-  **dict.fromkeys(LLAMA3, lambda: _cut(r"\p{N}{1,3}")),
-  "dbrx": lambda: _cut(r"\p{N}{1,3}"),  # Phi-4
-  "glm4": lambda: _cut(r"\p{N}{1,3}"),
-  "chatglm-bpe": lambda: _cut(r"\p{N}{1,3}"),
+  **dict.fromkeys((*LLAMA3, *_LONG_NUMERALS), lambda: _cut(r"\p{N}{1,3}")),
   "gpt-4o": lambda: _split(_GPT4O),  # gpt-oss, Phi-4-mini
   "tekken": lambda: _split(_TEKKEN),  # Mistral's later models
-  "qwen2": lambda: _cut(r"\p{N}"),
-  "deepseek-r1-qwen": lambda: _cut(r"\p{N}"),
+  **dict.fromkeys(_NORMALISED, lambda: _cut(r"\p{N}")),
 }
-_NORMALISED = ("qwen2", "deepseek-r1-qwen")  # to NFC, before anything else
 
 
 def read(path: pathlib.Path, expected: str) -> tokenizers.Tokenizer:

@@ -54,11 +54,6 @@ def test_environment(source, text):
   assert render(source) == text
 
 
-def test_the_date_is_today():
-  today = f"{datetime.datetime.now():%Y}"
-  assert render("{{ strftime_now('%Y') }}") == today
-
-
 @pytest.mark.usefixtures("untyped")
 def test_arguments_reach_the_template_or_are_refused_by_name():
   source = "{% if enable_thinking is defined and not enable_thinking %}no{% endif %}{{ day }}"

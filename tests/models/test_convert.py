@@ -58,6 +58,16 @@ WRONG = [
   ({"tokenizer.ggml.merges": ["x yy zz"]}, r"merges"),
   ({"tokenizer.ggml.eos_token_id": 5000}, r"eos: found id 5000"),
   ({"tokenizer.ggml.tokens": 7}, r"wrong type"),
+  *(
+    ({f"tokenizer.ggml.{x}": None}, rf"tokenizer\.ggml\.{x}: not found")
+    for x in ("model", "tokens", "pre", "merges")
+  ),
+  ({"tokenizer.ggml.model": "llama"}, r"tokenizer\.ggml\.scores: not found"),
+  ({"tokenizer.ggml.add_bos_token": "false"}, r"add_bos_token: found 'false', expected True or F"),
+  ({"tokenizer.ggml.add_eos_token": 1}, r"add_eos_token: found 1, expected True or False"),
+  ({"tokenizer.ggml.token_type": [99] * tiny_gguf.V}, r"token_type: found 99, expected 0 to 6"),
+  ({"tokenizer.ggml.token_type": ["3"] * tiny_gguf.V}, r"token_type: found '3', expected 0 to 6"),
+  ({"llama.context_length": 0}, r"max_context: found 0, expected"),
 ]
 UNKNOWN = [
   ({"architecture": "mamba"}, r"found 'mamba', expected one of"),

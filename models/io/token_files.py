@@ -81,6 +81,8 @@ def of_gguf(metadata: Mapping[str, Any], name: str) -> dict[str, Any]:
           f"{name}: tokenizer.ggml.pre: found {pre!r}, expected one of "
           f"{sorted(token_backends.PRE_TOKENIZERS)}"
         )
+      if odd := [merge for merge in merges if merge.count(" ") != 1]:
+        raise ValueError(f"{name}: tokenizer.ggml.merges: found {odd[0]!r}, expected 'left right'")
       begins = pre in (*token_backends.LLAMA3, "tekken")
       try:
         backend = token_backends.byte_level(vocabulary, merges, pre)

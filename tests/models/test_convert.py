@@ -55,7 +55,7 @@ WRONG = [
   ({f"{HEAD}_kv": 3}, r"found 4, expected a multiple"),
   ({"llama.rope.scaling.type": "yarn"}, r"rope\.scaling\.factor.*not found"),
   ({"tokenizer.ggml.tokens": tiny_gguf.TOKENS[:-1]}, r"token_type: found"),
-  ({"tokenizer.ggml.merges": ["x yy zz"]}, r"merges"),
+  ({"tokenizer.ggml.merges": ["x yy zz"]}, r"merges: found 'x yy zz', expected 'left right'"),
   ({"tokenizer.ggml.eos_token_id": 5000}, r"eos: found id 5000"),
   ({"tokenizer.ggml.tokens": 7}, r"wrong type"),
   *(

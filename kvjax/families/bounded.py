@@ -24,7 +24,7 @@ class Bounded(Method):
   A subclass defines which tokens of a prompt stay (`rank`), and which one a full cache gives up for
   the next (`victim`).
 
-  A budget above the capacity allocates the capacity: no row will have more tokens to keep.
+  A budget above the capacity allocates the capacity, and rows of more tokens are refused.
 
   Attributes:
     budget: tokens kept per KV head.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.core.cache import Cache, CacheSpec
+from kvjax.core.cache import Cache, CacheSpec, Origin
 from kvjax.core.context import At, Carry, Prompt
 from kvjax.core.leaves import Layout
 from kvjax.core.slots import Slots
@@ -110,16 +111,28 @@ def check_prompt(at: At, cache: Cache, q: Any, k: Any, v: Any, prompt: Prompt) -
 def room(method: Method, cache: Any) -> int | Int[Array, " B"] | None:
   """Number of tokens that a row of this cache can take in all; None: any number, something leaves.
 
-  Of branches (`kvjax.runtime.forked`) each row has its own number, with the tokens of its context.
+  Nothing leaves before a layer holds what its method keeps: one that the capacity has left fewer
+  slots takes as many tokens. Of branches (`kvjax.runtime.forked`) each row has its own number, with
+  the tokens of its context.
   """
   if cache.layout is Layout.BRANCHED:
     return cache.size + cache.seen - cache.used
   if method.traits.positional:
     return None if cache.layout is Layout.RING else cache.size  # a ring gives up its oldest token
   if cache.layout is not Layout.HOSTED:
-    return None
+    if not isinstance(cache, Cache) or cache.origin is None:
+      return None
+    return None if cache.size in _asked(method, cache.origin) else shared_slots.tokens(cache)
   store = cache.heads["store"]  # first tokens, window and all that the store has room for
   return cache.size + offload.block_size(store) * (offload.blocks_of(store) - 2)
+
+
+@functools.lru_cache
+def _asked(method: Method, origin: Origin) -> set[int]:
+  """Slots of a method's layers where the capacity is no limit."""
+  sizes = origin.kv_heads, origin.groups, origin.head_dim, origin.layers
+  spec = CacheSpec(1, 1 << 40, *sizes, windows=origin.windows)
+  return {method.capacity(spec, layer) for layer in range(max(1, origin.layers))}
 
 
 def with_room(

@@ -262,21 +262,16 @@ def capacity(
 ) -> Int[np.ndarray, " B"] | None:
   """Number of tokens that each row can take in all; None: any number, something leaves.
 
-  A layer with a window lets go of the oldest once it holds all of its window, and not before.
-
   Args:
     caches: with `rows`, shapes will do.
     method: the KV-cache method.
     rows: (B,); None: those of the caches.
   """
   rows = caches[0].seen.shape if rows is None else rows
-
-  def room(cache: Any, window: int | None) -> Any:
-    if window is None:
-      return entrance.room(method, cache)
-    return None if cache.size >= window else cache.size
-
-  rooms = [room(*given) for given in zip(caches, sliding.windows_of(caches), strict=True)]
+  rooms = [
+    entrance.room(method if window is None else sliding.Sliding(window), cache)
+    for cache, window in zip(caches, sliding.windows_of(caches), strict=True)
+  ]
   known = [np.broadcast_to(n, rows) for n in rooms if n is not None]
   return functools.reduce(np.minimum, known) if known else None
 

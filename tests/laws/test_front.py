@@ -369,6 +369,9 @@ def test_what_a_cache_has_seen_is_looked_at(monkeypatch):
   with pytest.raises(ValueError, match="found 48 cached tokens and 1 to come in row 0, expected"):
     kvjax.decode(full, q[:, 0], k[:, 0], v[:, 0])
   kvjax.decode(full, q[:, 0], k[:, 0], v[:, 0], live=np.array([False, True]))
+  for more in (kvjax.H2O(64), kvjax.Knorm(8, skip_layers=(0,))):  # than there is room for
+    with pytest.raises(ValueError, match="found 0 cached tokens and 40 to come in row 0, expected"):
+      kvjax.prefill(made(more, layers=1, capacity=39)[0], q, k, v)
 
 
 @pytest.mark.parametrize("method", [kvjax.Full(), kvjax.SnapKV(12, 4)], ids=["full", "snapkv"])

@@ -165,10 +165,10 @@ class Selective(Wrapper, moves=("tiles", "summaries", "summarise", "score")):
   def _scores(
     self, at: At, cache: Cache, q: Float[Array, "B K G H"], visible: Plan
   ) -> Float[Array, "B K P"]:
-    """Result of `score`, its shape checked."""
+    """Result of `score`, its shape checked, in float32."""
     scores = self.score(at, cache, q, visible)
     check_shape(at, "score", scores, (*cache.pos.shape[:2], None))
-    return scores
+    return scores.astype(jnp.float32)
 
   def _dense(self, at: At) -> bool:
     """True if the layer attends to everything."""

@@ -154,14 +154,16 @@ def test_prompts_padded_on_the_left(name):
     np.testing.assert_array_equal(rest.cache.seen, width - starts)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "streaming_llm", "r_kv"])
-def test_caches_keep_their_dtype(name):
-  """A prompt of float32 and a step leave bfloat16 caches what they are."""
-  cache = made(settings.example(kvjax.METHODS[name], 16), dtype=jnp.bfloat16)[0]
-  _, after = jax.eval_shape(kvjax.prefill, cache, *plain())
-  _, later = jax.eval_shape(kvjax.decode, after, *(x[:, 0] for x in plain()))
-  for one in (after, later):
-    assert jax.tree.map(jax.typeof, one) == jax.tree.map(jax.typeof, cache)
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "streaming_llm", "r_kv", "prr"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_caches_keep_their_dtype(name, dtype):
+  """A prompt of float32 and a step leave wider and narrower caches what they are."""
+  with jax.enable_x64(dtype == "float64"):
+    cache = made(settings.example(kvjax.METHODS[name], 16), dtype=dtype)[-1]
+    _, after = jax.eval_shape(kvjax.prefill, cache, *plain())
+    _, later = jax.eval_shape(kvjax.decode, after, *(x[:, 0] for x in plain()))
+    for one in (after, later):
+      assert jax.tree.map(jax.typeof, one) == jax.tree.map(jax.typeof, cache)
 
 
 @pytest.mark.slow

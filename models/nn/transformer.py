@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -359,9 +360,13 @@ class Transformer(nnx.Module):
     return jax.lax.all_gather(logits, self.env.axes, axis=logits.ndim - 1, tiled=True)
 
   def _whole(self, reports: Aux, method: Method) -> Aux:
-    """Reports of all key/value heads: [B, K, ...] gathered over the devices."""
-    at = method.at(self.env, 0)
-    return jax.tree.map(lambda x: at.all_heads(x) if x.ndim > 1 else x, reports)
+    """Reports of all key/value heads: [B, K, ...] gathered over the devices.
+
+    Not the blocks [B, R] that a stream has retrieved, which are every head's.
+    """
+    at, alike = method.at(self.env, 0), {"retrieved"} if method.traits.stream else ()
+    gather = functools.partial(jax.tree.map, lambda x: at.all_heads(x) if x.ndim > 1 else x)
+    return [{n: x if n in alike else gather(x) for n, x in each.items()} for each in reports]
 
   def products_traced(self) -> contextlib.AbstractContextManager[Any]:
     """Under which products are traced: the model's and the method's."""

@@ -54,21 +54,17 @@ def remainder(x: Int[Array, "*any"], by: int) -> Int[Array, "*any"]:
 
 
 def overlaid(
-  x: Shaped[Array, "B *rest"],
-  into: Int[Array, "B W"],
-  value: Shaped[Array, "B *some"],
-  axis: int = 1,
-) -> Shaped[Array, "B *rest"]:
-  """x with `value`'s W entries along `axis` at `into`; entries beyond x are dropped.
+  x: Shaped[Array, "B S *rest"], into: Int[Array, "B W"], value: Shaped[Array, "B W *rest"]
+) -> Shaped[Array, "B S *rest"]:
+  """x with `value` at `into`; entries beyond x are dropped.
 
   Reads and writes the whole of x: for small arrays, or where a copy is made anyway. It compiles to
   one pass, a scatter to more.
   """
   entry = jnp.arange(into.shape[1], dtype=jnp.int32)[:, None]
-  here = into[:, :, None] == jnp.arange(x.shape[axis], dtype=jnp.int32)
-  source = jnp.where(here, entry, -1).max(1)
-  source = source.reshape([n if i in (0, axis) else 1 for i, n in enumerate(x.shape)])
-  chosen = jnp.take_along_axis(value, jnp.maximum(source, 0), axis, mode="clip")
+  here = into[:, :, None] == jnp.arange(x.shape[1], dtype=jnp.int32)
+  source = jnp.expand_dims(jnp.where(here, entry, -1).max(1), range(2, x.ndim))
+  chosen = jnp.take_along_axis(value, jnp.maximum(source, 0), 1, mode="clip")
   return jnp.where(source >= 0, chosen.astype(x.dtype), x)
 
 

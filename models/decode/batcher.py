@@ -76,10 +76,6 @@ class Batcher:
       (`plan_memory(model.spec(together, capacity), method)`).
     logprobs: keep the log-probability of every token.
 
-  Attributes:
-    free: rows that no request holds.
-    waiting: requests that hold no row: in the queue, or with a prompt that is or has been read.
-
   Raises:
     TypeError: `method` is no method, or a number is of another type.
     ValueError: a number is out of range.
@@ -102,7 +98,7 @@ class Batcher:
     check_method("method", method)
     checks.kind("sampling", sampling, Sampling)
     checks.tokenizer(tokenizer, needed=False)
-    self._count = checks.whole("rows", rows, 1)
+    rows = checks.whole("rows", rows, 1)
     self._together = checks.whole("together", together, 1)
     self._chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
     if chunk is not None and not method.traits.chunkable:
@@ -137,7 +133,7 @@ class Batcher:
 
   @property
   def waiting(self) -> int:
-    """Requests that hold no row."""
+    """Requests that hold no row: in the queue, or with a prompt that is or has been read."""
     return len(self._queue) + (0 if self._reading is None else len(self._reading.requests))
 
   def submit(self, prompt: ArrayLike, *, limit: int, **how: Any) -> int:
@@ -179,6 +175,7 @@ class Batcher:
     stop: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
     sampling: Sampling | None = None,
+    tokenizer: Tokenizer | None = None,
     on_text: Callable[[str], Any] | None = None,
     keep: bool = False,
   ) -> int:
@@ -193,6 +190,7 @@ class Batcher:
       stop: token ids that end the answer.
       stop_strings: strings that end it.
       sampling: temperature and filters; None: the batcher's.
+      tokenizer: in place of the batcher's: `Tokenizer.continuing` where a text is continued.
       on_text: called with the answer's new text, as it comes.
       keep: `Answer.caches` holds a copy of the row's caches.
 
@@ -204,7 +202,7 @@ class Batcher:
       RuntimeError: no row is free (`free`).
     """
     if not self.free:
-      raise RuntimeError(f"insert: found {self._count} rows that are held, expected a free one")
+      raise RuntimeError(f"insert: found {len(self._rows)} rows that are held, expected a free one")
     checks.listed(caches)
     checks.there(caches)
     check_alike(self._device.caches, caches)
@@ -212,9 +210,9 @@ class Batcher:
     row = checks.whole("row", row, 0, logits.shape[0])
     if not (seen := int(np.asarray(caches[0].seen)[row])):
       raise ValueError(f"row: found {row}, which holds no token, expected a prompt that was read")
-    request = self._request(
-      seen, limit, seed, stop, stop_strings, sampling=sampling, on_text=on_text, keep=keep
-    )
+    how: dict[str, Any] = {"sampling": sampling, "tokenizer": tokenizer}
+    how |= {"on_text": on_text, "keep": keep}
+    request = self._request(seen, limit, seed, stop, stop_strings, **how)
     self._enter(request, logits, caches, row, _sound(logits))
     return request.number
 
@@ -227,6 +225,7 @@ class Batcher:
     stop_strings: Sequence[str] = (),
     *,
     sampling: Sampling | None = None,
+    tokenizer: Tokenizer | None = None,
     on_text: Callable[[str], Any] | None = None,
     keep: bool = False,
   ) -> Request:
@@ -242,7 +241,8 @@ class Batcher:
     checks.context(config, self._method, np.zeros(1, np.int32), new, "submit")
     strings = checks.stop_strings(stop_strings)
     checks.callbacks(on_text=on_text)
-    checks.tokenizer(self._tokenizer, bool(strings or on_text is not None))
+    tokenizer = self._tokenizer if tokenizer is None else tokenizer
+    checks.tokenizer(tokenizer, bool(strings or on_text is not None))
     sampling = self._sampling if sampling is None else sampling
     checks.kind("sampling", sampling, Sampling)
     if self._sampling.greedy and not sampling.greedy:
@@ -250,7 +250,7 @@ class Batcher:
         f"sampling: found temperature {sampling.temperature:g}, expected 0 as the batcher's"
       )
     seed = self._next if seed is None else checks.whole("seed", seed, 0, 2**31)
-    text = None if self._tokenizer is None else RowText(self._tokenizer.stream(), strings)
+    text = None if tokenizer is None else RowText(tokenizer.stream(), strings)
     stops = checks.stops(stop, config.vocab)
     request = Request(self._next, limit, seed, stops, sampling, text, on_text, keep)
     self._known[request.number] = request
@@ -360,12 +360,8 @@ class Batcher:
     done, size = reading.done, reading.tokens.shape[1]
     end = reading.done = min(size, done + (self._chunk or size))
     tokens, lengths = reading.tokens[:, done:end], np.clip(reading.sizes - done, 0, end - done)
-    told = reading.caches, self._method, reading.sizes, done
-    logits, reading.caches = read_prompt(
-      *(self._model, tokens, lengths, *told),
-      chunk=self._chunk,
-      layered=self._layered,
-    )
+    given = self._model, tokens, lengths, reading.caches, self._method, reading.sizes, done
+    logits, reading.caches = read_prompt(*given, chunk=self._chunk, layered=self._layered)
     if end == size:
       reading.read = logits, _sound(logits)
 
@@ -439,7 +435,7 @@ class Batcher:
 
   def _idle(self, rows: list[int]) -> None:
     """No step that is dispatched from now on touches these rows."""
-    self._device.end(np.isin(np.arange(self._count), rows))
+    self._device.end(np.isin(np.arange(len(self._rows)), rows))
 
 
 def _sound(logits: Float[Array, "n V"]) -> Bool[Array, " n"]:

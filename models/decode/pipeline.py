@@ -115,7 +115,7 @@ class Pipeline:
       seed=seed,
       stop=self.tokenizer.ends,
       stop_strings=stop,
-      tokenizer=self.tokenizer,
+      tokenizer=self.tokenizer.continuing() if raw else self.tokenizer,
       on_text=on_text,
     )
     texts = out.texts or []

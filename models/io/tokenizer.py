@@ -7,6 +7,7 @@ Llama 3, Qwen, SmolLM2), and over text with spaces spelled ▁ and rare bytes as
 
 from __future__ import annotations
 
+import copy
 import json
 import operator
 import pathlib
@@ -56,6 +57,8 @@ class Tokenizer:
     ValueError: an id is out of range, or `add_bos` without `bos`.
     NotImplementedError: the backend decodes neither as GPT-2 nor as SentencePiece does.
   """
+
+  _before: Sequence[int] = ()  # a token before what a stream is fed
 
   def __init__(
     self,
@@ -211,6 +214,12 @@ class Tokenizer:
   def stream(self, *, skip_special: bool = True) -> TextStream:
     """A decoder that is fed one id at a time."""
     return TextStream(self, skip_special=skip_special)
+
+  def continuing(self) -> Tokenizer:
+    """The same, whose streams continue a text: a space that SentencePiece begins with stays."""
+    made = copy.copy(self)
+    made._before = self._ids("a")[-1:]
+    return made
 
   def is_special(self, token: int) -> bool:
     """True if a token is a control token, not text."""
@@ -380,8 +389,8 @@ class TextStream:
   def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True):
     self._tokenizer = tokenizer
     self._left_out = tokenizer._special if skip_special else {}
-    self._ids: list[int] = []  # of the text that is not out yet, and one before it
-    self._out = ""  # their text as far as it is out
+    self._ids = list(tokenizer._before)  # of the text that is not out yet, and one before it
+    self._out = self._text(self._ids)  # their text as far as it is out
 
   def left_out(self, token: int) -> str:
     """The text of a special token that is left out; "" of any other."""

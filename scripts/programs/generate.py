@@ -85,7 +85,9 @@ def encoded(tokenizer: Tokenizer, prompt: Any, args: Args, given: Mapping[str, A
 
 
 def load(args: Args) -> tuple[Transformer, Tokenizer]:
-  return common.load_model(args.checkpoint, args.impl, out=sys.stderr, mesh=args.devices.made())
+  how = {"out": sys.stderr, "mesh": args.devices.made()}
+  model, tokenizer = common.load_model(args.checkpoint, args.impl, **how)
+  return model, tokenizer.continuing() if args.raw else tokenizer
 
 
 def text_of(args: Args) -> str:

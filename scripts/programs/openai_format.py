@@ -107,7 +107,9 @@ def choices(
   made = []
   for index, (prompt, i) in enumerate(itertools.product(prompts, range(fields.n))):
     seed = None if fields.seed is None else (fields.seed + i) % 2**31
-    made.append(Choice(index, prompt, cut, {**how, "seed": seed}, inbox))
+    behind = not chat and tokenizer.decode(prompt)
+    answers = tokenizer.continuing() if behind else tokenizer
+    made.append(Choice(index, prompt, cut, {**how, "seed": seed, "tokenizer": answers}, inbox))
   return made
 
 
@@ -152,12 +154,14 @@ def whole(fields: Completion | Chat, choice: Choice, tokenizer: Tokenizer) -> di
     return {**ended, "message": {"role": "assistant", "content": text}}
   tokens, logprobs = choice.answer.tokens.tolist(), choice.answer.logprobs.tolist()
   scores = [*choice.scores, *zip(tokens, logprobs, tokens, logprobs, strict=True)]
+  first = choice.how["tokenizer"]
   if fields.echo:
-    text = tokenizer.decode(choice.prompt) + _space(tokenizer, choice.prompt, tokens) + text
+    first = tokenizer
+    text = tokenizer.decode(choice.prompt) + text
     unknown = choice.prompt[: choice.cut]
     scores = [*((token, None, None, None) for token in unknown), *scores]
   if fields.logprobs is not None:
-    ended["logprobs"] = _logprobs(scores, tokenizer)
+    ended["logprobs"] = _logprobs(scores, first)
   return {**ended, "text": text}
 
 
@@ -175,26 +179,21 @@ def part(fields: Completion | Chat, choice: Choice, event: str | Answer) -> dict
   return {"index": choice.index, **said, "logprobs": None, "finish_reason": end}
 
 
-def _logprobs(scores: list[Any], tokenizer: Tokenizer) -> dict[str, list[Any]]:
-  """Of each token, and of the likeliest one in its place."""
+def _logprobs(scores: list[Any], first: Tokenizer) -> dict[str, list[Any]]:
+  """Of each token, and of the likeliest one in its place; `first` has the texts of the first."""
   told: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
-  stream, before, known, offsets = tokenizer.stream(), [], 0, []
+  text, known, offsets = first.stream(), 0, []
+  tokenizer, others = first, first.continuing()
 
   def named(token: int) -> str:
-    text = tokenizer.decode([token], skip_special=False)
-    return _space(tokenizer, before, [token], skip_special=False) + text
+    alone = tokenizer.stream(skip_special=False)
+    return alone.feed(token) + alone.flush()
 
   for token, value, likeliest, best in scores:
-    offsets.append(known + len(copy.copy(stream).flush()))
+    offsets.append(known + len(copy.copy(text).flush()))
     top = None if value is None else {named(token): value, named(likeliest): best}
     for name, x in zip(told, (named(token), value, top), strict=True):
       told[name].append(x)
-    known, before = known + len(stream.feed(token)), [token]
+    known, tokenizer = known + len(text.feed(token)), others
   # Half a character may be shown as more than the whole one.
   return {**told, "text_offset": [*itertools.accumulate(reversed(offsets), min)][::-1]}
-
-
-def _space(tokenizer: Tokenizer, before: list[int], ids: list[int], **how: bool) -> str:
-  """The space that tokens have behind others and not alone: SentencePiece's may have one."""
-  whole, known, text = (tokenizer.decode(x, **how) for x in ([*before, *ids], before, ids))
-  return " " if whole == f"{known} {text}" else ""

@@ -62,6 +62,9 @@ def test_any_tokens_in_any_order(published, data):
   skip = data.draw(st.booleans())
   whole = theirs.decode(ids, skip_special_tokens=skip)
   assert ours.decode(ids, skip_special=skip) == streamed(ours, ids, skip) == whole
+  before = ours.encode("hello", bos=False)
+  whole = theirs.decode([*before, *ids], skip_special_tokens=skip)
+  assert f"hello{streamed(ours.continuing(), ids, skip)}" == whole
 
 
 def streamed(tokenizer, ids, skip):

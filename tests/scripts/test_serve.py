@@ -1,6 +1,5 @@
 """`kvjax serve`, asked by OpenAI's own client and by lm-evaluation-harness over HTTP."""
 
-import collections
 import contextlib
 import http.client
 import json
@@ -14,6 +13,7 @@ import pytest
 from kvjax.methods import labels
 from kvjax.models.decode.requests import Answer
 from kvjax.models.decode.sampling import Sampling
+from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.programs import common, many
 from scripts.examples import tiny
@@ -22,7 +22,6 @@ from tests.tiny_tokenizers import FAMILIES, write
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 from kvjax.programs import openai_format, serve  # noqa: E402
-from kvjax.programs.engine import Choice  # noqa: E402
 
 # What HTTP libraries and lm-eval warn of is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -160,21 +159,25 @@ def test_logprobs(served):
   assert served.complete(PROMPTS[2], echo=True).choices[0].logprobs is None
 
 
-def test_tokens_of_sentencepiece_have_their_spaces(tmp_path):
+@pytest.mark.parametrize("echo", [True, False])
+def test_tokens_of_sentencepiece_have_their_spaces(tmp_path, echo):
   """And their places in the text, behind characters of several tokens and behind a prompt."""
   tokenizer = Tokenizer.from_huggingface(write(tmp_path, FAMILIES["llama2"]()))
   prompt, tokens = (tokenizer.encode(text, bos=False) for text in ("hello \u4e2d", "hello 1"))
-  scores = [(token, -1.0, token, -1.0) for token in prompt[1:]]
-  text, logprobs = tokenizer.decode(tokens), np.full(len(tokens), -1, np.float32)
-  answer = Answer(0, np.array(tokens), "limit", text, logprobs)
-  choice = Choice(0, prompt, 1, {}, collections.deque(), answer, scores)
-  fields = openai_format.Completion(prompt="", echo=True, logprobs=1)
+  fields = openai_format.Completion(prompt=prompt, echo=echo, logprobs=1, temperature=0)
+  asked = fields, tokenizer, {}
+  (choice,) = openai_format.choices(*asked, capacity=64, most=1, context=1)
+  text = RowText(choice.how["tokenizer"].stream())
+  said = "".join([*map(text.feed, tokens), text.flush()])
+  choice.answer = Answer(0, np.array(tokens), "limit", said, np.full(len(tokens), -1, np.float32))
+  choice.scores = [(token, -1.0, token, -1.0) for token in prompt[1:]] * echo
   found = openai_format.whole(fields, choice, tokenizer)
-  assert found["text"] == "hello \u4e2d hello 1"
-  names = ["hello", " ", *["\ufffd"] * 3, " hello", " ", "1"]
+  assert found["text"] == "hello \u4e2d" * echo + " hello 1"
+  names = [*["hello", " ", *["\ufffd"] * 3] * echo, " hello", " ", "1"]
   assert found["logprobs"]["tokens"] == names
-  assert found["logprobs"]["top_logprobs"] == [None, *({name: -1.0} for name in names[1:])]
-  assert found["logprobs"]["text_offset"] == [0, 5, 6, 7, 7, 7, 13, 14]
+  told = [*[None] * echo, *({name: -1.0} for name in names[echo:])]
+  assert found["logprobs"]["top_logprobs"] == told
+  assert found["logprobs"]["text_offset"] == ([0, 5, 6, 7, 7, 7, 13, 14] if echo else [0, 6, 7])
 
 
 REFUSED = [  # a request, and what is said of it

@@ -136,6 +136,7 @@ class Batcher:
     """Requests that hold no row: in the queue, or with a prompt that is or has been read."""
     return len(self._queue) + (0 if self._reading is None else len(self._reading.requests))
 
+  @undivided()
   def submit(self, prompt: ArrayLike, *, limit: int, **how: Any) -> int:
     """Puts a request at the end of the queue.
 
@@ -164,6 +165,7 @@ class Batcher:
       self._device.compile_ahead()  # while its prompt is read
     return request.number
 
+  @undivided()
   def insert(
     self,
     logits: Float[Any, "n V"],
@@ -257,6 +259,7 @@ class Batcher:
     self._next += 1
     return request
 
+  @undivided()
   def cancel(self, request: int) -> None:
     """Ends a request, whose answer so far is among the next; one that has ended stays as it is.
 

@@ -22,8 +22,9 @@ from scripts.examples.tiny import byte_tokenizer
 from tests.tiny_tokenizers import FAMILIES
 
 CAPACITY, ROWS = 64, 3
+FULL = kvjax.Full()
 METHODS = {
-  "full": kvjax.Full(),
+  "full": FULL,
   "snapkv": kvjax.SnapKV(16, window_size=4),
   "longflow": kvjax.LongFlow(16, window_size=4),
   "quest": kvjax.Quest(16, page=4, dense_layers=1),
@@ -303,10 +304,20 @@ def test_what_comes_between_costs_no_token(monkeypatch):
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   with pytest.raises(KeyboardInterrupt):
     list(mine)
+  other, enter, caches = batcher(), Device.enter, FULL.init_caches(model().spec(1, CAPACITY))
+  given = prefill(model(), [asked["prompt"]], [3], caches, FULL)
+
+  def entered(self, *given):
+    signal.raise_signal(signal.SIGINT)
+    enter(self, *given)
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(Device, "enter", entered)
+    other.insert(*given, limit=12, seed=4)
   signal.signal(signal.SIGINT, before)
-  answers = [next(iter(mine)), *mine]
-  wanted = alone(METHODS["full"], asked).tokens
-  assert [answer.request for answer in answers] == [0, 1, 2]
+  answers = [next(iter(mine)), *mine, *other]
+  wanted = alone(FULL, asked).tokens
+  assert [answer.request for answer in answers] == [0, 1, 2, 0]
   for answer in answers:
     np.testing.assert_array_equal(answer.tokens, wanted)
 

@@ -115,5 +115,5 @@ def score_all(
 
 def _room(pair: Pair) -> int:
   """Slots that a pair takes: the next of 32, 64, 128, …, for few compilations."""
-  used = len(pair[0]) + len(pair[1]) - 1
-  return max(32, 1 << (max(1, used) - 1).bit_length())
+  used = len(pair[0]) + max(0, len(pair[1]) - 1)
+  return max(32, 1 << (used - 1).bit_length())

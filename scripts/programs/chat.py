@@ -147,7 +147,6 @@ class Conversation:
     seen = 0 if live is None else int(caches[0].seen[0])
     what = f"the conversation and --steps {steps}"
     turn.check_context(self._model, self.method, seen, new + steps, what)
-    files, self._files = self._files, []  # a message that was refused has taken none
     shown: list[str] = []
     taken, streamer = turn.Turn(), console.Streamer()
     self._live = None  # the drivers take the caches over
@@ -182,7 +181,7 @@ class Conversation:
       count = begun if taken.stream is None else begun + int(taken.stream.seen[0]) - seen
       if taken.stream is not None and count < len(ids):  # it was not read to its end
         answer = None if live is None else live.answer
-        self._live, self._files = Live(taken.stream.caches, answer, ids[:count]), files
+        self._live = Live(taken.stream.caches, answer, ids[:count])
         return f"stopped after {count:,} of {len(ids):,} tokens: ask the same to read on from there"
       self._keep(asked, "".join(shown))
       return "stopped: the conversation is read again with the next message"
@@ -201,6 +200,7 @@ class Conversation:
 
   def _keep(self, asked: dict[str, str], answer: str) -> None:
     self.messages += [asked, {"role": "assistant", "content": answer}]
+    self._files = []  # a message that failed has taken none
 
 
 def spoken(tokenizer: Tokenizer, tokens: np.ndarray, text: str) -> str:

@@ -191,9 +191,10 @@ def whole(method: Method, lengths: Any, total: Any) -> Int[Array, " B"] | None:
   return jnp.asarray(whole)
 
 
-def chunk(method: Method, size: int) -> None:
+def chunk(method: Method, size: int | None) -> None:
   """Raises NotImplementedError for a method whose prompts cannot be read in chunks of `size`."""
-  _whole_only(method, "chunk", str(size))
+  if size is not None:
+    _whole_only(method, "chunk", str(size))
 
 
 def _whole_only(method: Method, name: str, found: str) -> None:

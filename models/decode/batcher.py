@@ -33,6 +33,7 @@ from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
+from kvjax.runtime import arguments
 
 STOPS = 8  # stop tokens of a request that the device knows; the host finds others a little later
 
@@ -101,10 +102,7 @@ class Batcher:
     rows = checks.whole("rows", rows, 1)
     self._together = checks.whole("together", together, 1)
     self._chunk = None if chunk is None else checks.whole("chunk", chunk, 1)
-    if chunk is not None and not method.traits.chunkable:
-      raise NotImplementedError(
-        f"chunk: found {chunk}, expected None: {method!r} reads a prompt whole"
-      )
+    arguments.chunk(method, self._chunk)
     self._model, self._method, self._tokenizer = model, method, tokenizer
     self._sampling, self._logprobs = sampling, logprobs
     self._capacity = checks.whole("capacity", capacity, 2)

@@ -291,7 +291,9 @@ def _edited() -> None:
 
 def main(args: Args) -> None:
   common.check_numbers(args, budget=1, length=1, steps=1, seed=0)
-  labels.instance(args.method, args.budget, "--method")
+  labels.instance(args.method, args.budget, "--method")  # these three before the model is loaded
+  common.template_arguments(args.template_args)
+  Sampling(args.temperature, top_p=args.top_p)
   talk = Conversation(*common.load_model(args.checkpoint, args.impl), args)
   print(f"{talk.method}\n/help lists the commands", flush=True)
   for line in lines():

@@ -36,7 +36,7 @@ from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Transformer
 from kvjax.programs import common, console, context, many, turn
 from kvjax.programs.keep import Keeper
-from kvjax.runtime import memory, processes
+from kvjax.runtime import arguments, memory, processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,18 +193,21 @@ def main(args: Args) -> int | None:
     if args.raw and given is not None:
       raise ValueError(f"{option}: found with --raw, which has no chat, expected it without")
   method = labels.instance(args.method, args.budget, "--method")
-  arguments = common.template_arguments(args.template_args)
+  arguments.chunk(method, args.prefill_chunk)
+  if args.keep is not None and not (method.traits.chunkable or method.traits.stream):
+    raise NotImplementedError(f"--keep: found {method!r}, which has to see a prompt at once")
+  template = common.template_arguments(args.template_args)
   sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
   if args.file is not None:
-    return answer_file(args, method, sampling, arguments)
+    return answer_file(args, method, sampling, template)
   prompt = processes.of_first(lambda: text_of(args))
   model, tokenizer = load(args)
   if args.context_file is not None:
-    how = {"system": args.system, "raw": args.raw, "arguments": arguments}
+    how = {"system": args.system, "raw": args.raw, "arguments": template}
     file = args.context_file
     ids = processes.of_first(lambda: context.encode(tokenizer, file, prompt, **how))
   else:
-    ids = encoded(tokenizer, prompt, args, arguments)
+    ids = encoded(tokenizer, prompt, args, template)
   answer(model, tokenizer, ids, method, sampling, args)
   return None
 

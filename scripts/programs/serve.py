@@ -41,6 +41,7 @@ from kvjax.programs import common, openai_format
 from kvjax.programs.engine import Choice, Engine
 from kvjax.programs.evals import continuations
 from kvjax.programs.openai_format import Body, Chat, Completion, Text
+from kvjax.runtime import arguments
 
 HERE = ["127.0.0.1", "localhost"]  # names of this machine, which others do not reach
 # Errors of one request, which leave the others as they are.
@@ -79,6 +80,8 @@ class Service:
 
   def __init__(self, args: Args):
     method = self.method = labels.instance(args.method, args.budget, "--method")
+    arguments.chunk(method, args.prefill_chunk)
+    template = common.template_arguments(args.template_args)
     model, self.tokenizer = common.load_model(args.checkpoint, args.impl, out=sys.stderr)
     capacity = min(args.capacity, model.config.max_context)
     how = {"tokenizer": self.tokenizer, "sampling": Sampling(1.0), "logprobs": True}
@@ -88,8 +91,8 @@ class Service:
     self.args, self.engine = args, Engine(Batcher(model, method, **how), score)
     self.name = common.model_name(args.checkpoint)
     context = args.context_tokens or (1 if method.traits.order_independent else None)
-    self.limits = {"capacity": capacity, "most": args.rows + args.queue, "context": context}
-    self.limits["template"] = common.template_arguments(args.template_args)
+    most = args.rows + args.queue
+    self.limits = {"capacity": capacity, "most": most, "context": context, "template": template}
     self.open = 0  # choices that are not answered
     self.stopped: Callable[[], bool] = lambda: False
     hosts = HERE if args.host in HERE else ["*"]

@@ -103,8 +103,6 @@ def read(
   size = chunk or pieces(method, len(ids), LEAST if keep is None else 0)
   with turn.reading, step:
     if size is None and method.traits.stream is None:
-      if keep is not None:
-        raise NotImplementedError(f"--keep: found {method!r}, which has to see a prompt at once")
       logits, caches = prefill(model, *pad([ids]), caches, method)
     else:
       how = {"chunk": size, "total": None if size is None else [len(ids)]}

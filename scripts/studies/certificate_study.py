@@ -358,6 +358,7 @@ def main(args: Args) -> None:
     raise ValueError(
       f"--length: found {args.length}, expected more than twice the queries, {2 * args.queries}"
     )
+  sheets.check_starts(args.starts)
   model, tokenizer = common.load_model(args.checkpoint)
   texts = []
   for start in args.starts:

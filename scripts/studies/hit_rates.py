@@ -133,6 +133,7 @@ def main(args: Args) -> None:
     )
   if args.out.suffix != ".json":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .json")
+  sheets.check_starts(args.starts)
   model, tokenizer = common.load_model(args.checkpoint)
   sheets.check_layers(args.layers, model.config.layers)
   found: dict[str, dict[str, list[dict[str, Any]]]] = {}

@@ -104,9 +104,10 @@ def record(model: Transformer, tokenizer: Tokenizer, text: str, args: Args) -> d
 def main(args: Args) -> None:
   if args.out.suffix != ".npz":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .npz")
+  text = sheets.words(args.start, args.length, "--start")
   model, tokenizer = common.load_model(args.checkpoint)
   with console.step(f"reading {args.length:,} tokens from {args.start}"):
-    arrays = record(model, tokenizer, sheets.words(args.start, args.length, "--start"), args)
+    arrays = record(model, tokenizer, text, args)
   about = {
     "model": sheets.model_name(args.checkpoint),
     "config": model.config.to_json(),

@@ -218,6 +218,7 @@ def _visited(points: dict[str, dict[str, Any]]) -> str:
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, steps=1, budget=1)
+  sheets.check_starts(args.starts)
   model, tokenizer = common.load_model(args.checkpoint)
   sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
   about = sheets.about(args.checkpoint) | {"cut on": FITTING.about}

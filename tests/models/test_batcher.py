@@ -463,5 +463,5 @@ def test_bad_batchers_are_refused():
     Batcher(model(), METHODS["full"], rows=1, capacity=8, together=0)
   with pytest.raises(ValueError, match="capacity: found 1, expected at least 2"):
     Batcher(model(), METHODS["full"], rows=1, capacity=1)
-  with pytest.raises(NotImplementedError, match="chunk: found 8, expected None: SnapKV"):
+  with pytest.raises(NotImplementedError, match="chunk: found 8, expected None for SnapKV"):
     Batcher(model(), METHODS["snapkv"], rows=1, capacity=64, chunk=8)

@@ -19,6 +19,7 @@ import kvjax
 from kvjax.models.decode.generate import prefill
 from kvjax.programs import (
   bench,
+  chat,
   clock,
   common,
   console,
@@ -30,10 +31,15 @@ from kvjax.programs import (
 from kvjax.programs.clock import Clock
 from kvjax.programs.evals import needle
 from kvjax.programs.evals.prompt import Reader
-from scripts.studies import hit_rates, needle_recall, record, sharing_study
+from scripts.studies import certificate_study, hit_rates, needle_recall, record, sharing_study
 from tests.processes import ROOT
 
 LENGTH, BUDGET = 400, 64
+STARTS = "1862-Lincoln-1", "1862-Lincoln"
+SPEECH = (
+  "--starts: found '1862-Lincoln', expected a name such as '1790-Washington-1' (did you mean "
+  "'1862-Lincoln-1'?)"
+)
 
 
 # ---- the demo's comparison
@@ -215,8 +221,6 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
   monkeypatch.setattr(common, "load_model", lambda *_: loaded)
   with pytest.raises(ValueError, match=r"--layers: found \(0, -1\), expected some of 0 to 1"):
     hit_rates.main(hit_rates.Args(tmp_path / "x.json", layers=(0, -1)))
-  with pytest.raises(ValueError, match="--start: found 'Nobody', expected a name such as"):
-    record.main(dataclasses.replace(good, start="Nobody"))
   capped = nnx.merge(*nnx.split(model))
   capped.config = dataclasses.replace(model.config, soft_cap=50.0)
   with pytest.raises(NotImplementedError, match=r"model: found a soft cap of 50\.0 on logits"):
@@ -239,6 +243,29 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
     (evaluate.Args(modes=()), "--modes: found none, expected at least one"),
     (evaluate.Args(memory=-1.0), "--memory: found -1.0, expected a number above 0"),
     (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
+    (
+      generate.Args("Who?", method="h2o", prefill_chunk=8),
+      "chunk: found 8, expected None for H2O(budget=1024, recent=None), which has to see a whole "
+      "prompt before it chooses tokens",
+    ),
+    (
+      generate.Args("Who?", method="tova", keep=ROOT),
+      "--keep: found TOVA(budget=1024), which has to see a prompt at once",
+    ),
+    (
+      chat.Args(temperature=-1.0),
+      "Sampling.temperature: found -1.0, expected a finite number of at least 0",
+    ),
+    (
+      chat.Args(template_args="3"),
+      "--template-args: found '3', expected a JSON object of further arguments of the chat "
+      'template, such as {"enable_thinking": false}',
+    ),
+    *(
+      (study.Args(ROOT / "x.json", starts=STARTS), SPEECH)
+      for study in (certificate_study, hit_rates, sharing_study)
+    ),
+    (record.Args(ROOT / "x.npz", start="1862-Lincoln"), SPEECH.replace("starts", "start")),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
     (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
     (

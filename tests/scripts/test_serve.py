@@ -240,6 +240,19 @@ def test_tokens_of_a_stream_are_told_at_its_end(served):
   assert all(part.choices and part.usage is None for part in parts)
 
 
+@pytest.mark.parametrize(
+  ("given", "says"),
+  [
+    ({"method": "kivi", "prefill_chunk": 8}, "chunk: found 8, expected None for KIVI"),
+    ({"template_args": "3"}, "--template-args: found '3', expected a JSON object"),
+  ],
+)
+def test_options_are_refused_before_the_model_is_loaded(given, says, monkeypatch):
+  monkeypatch.setattr(common, "load_model", None)
+  with pytest.raises((ValueError, NotImplementedError), match=says):
+    serve.main(serve.Args(**given))
+
+
 def posted(served, body, headers=None, path="/v1/completions"):
   link = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
   headers = {"content-type": "application/json", **(headers or {})}

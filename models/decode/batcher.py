@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.checkify import JaxRuntimeError
 from jaxtyping import Array, Bool, Float
 from numpy.typing import ArrayLike
 
@@ -35,6 +36,8 @@ from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.ops import offload
 from kvjax.runtime import arguments
 
+# Errors of a prompt, which leave the others as they are.
+FAULTS = FloatingPointError, MemoryError, JaxRuntimeError
 STOPS = 8  # stop tokens of a request that the device knows; the host finds others a little later
 
 
@@ -213,7 +216,7 @@ class Batcher:
     how: dict[str, Any] = {"sampling": sampling, "tokenizer": tokenizer}
     how |= {"on_text": on_text, "keep": keep}
     request = self._request(seen, limit, seed, stop, stop_strings, **how)
-    self._enter(request, logits, caches, row, _sound(logits))
+    self._enter(request, (logits, _sound(logits)), caches, row)
     return request.number
 
   def _request(
@@ -321,13 +324,11 @@ class Batcher:
   def _admit(self) -> None:
     """Reads prompts while a row is free, and gives rows to them; with `chunk`, reads a piece."""
     while self._reading is not None or (self._queue and self.free):
-      if self._reading is None:
-        self._reading = self._gathered()
-      reading = self._reading
+      reading = self._reading = self._reading or self._gathered()
       if reading.read is None:
         try:
           self._advance(reading)
-        except (FloatingPointError, MemoryError) as error:
+        except BaseException as error:  # what was read of them is gone
           self._reading = None
           self._failed(list(reading.requests.values()), error)
           continue
@@ -335,8 +336,7 @@ class Batcher:
         return  # the others go on
       while reading.requests and self.free:
         place = next(iter(reading.requests))
-        logits, sound = reading.read
-        self._enter(reading.requests.pop(place), logits, reading.caches, place, sound)
+        self._enter(reading.requests.pop(place), reading.read, reading.caches, place)
       if reading.requests:
         return
       self._reading = None
@@ -366,34 +366,37 @@ class Batcher:
     if end == size:
       reading.read = logits, _sound(logits)
 
-  def _failed(self, requests: list[Request], error: Exception) -> None:
-    """Ends a request whose reading failed; several are read again, each alone."""
-    if len(requests) == 1:
+  def _failed(self, requests: list[Request], error: BaseException) -> None:
+    """Ends a request whose reading failed; several are read again, each alone.
+
+    All are where the error is none of theirs, which is raised.
+    """
+    if (own := isinstance(error, FAULTS)) and len(requests) == 1:
       self._end(requests[0], "failed", error)
       return
     for request in reversed(requests):
-      request.alone = True
+      request.alone |= own
       self._queue.appendleft(request)
+    if not own:
+      raise error
 
-  def _enter(
-    self,
-    request: Request,
-    logits: Float[Array, "n V"],
-    caches: Caches,
-    source: int,
-    sound: Bool[Array, " n"],
-  ) -> None:
-    """Gives a free row to a request whose prompt has been read."""
-    request.sound = sound, source
+  def _enter(self, request: Request, read: tuple[Array, Array], caches: Caches, of: int) -> None:
+    """Gives a free row to a request whose prompt has been read, as row `of` of `Reading.read`."""
+    logits, sound = read
+    request.sound = sound, of
     row = request.row = self._rows.index(None)
     self._rows[row] = request
     stop = ends(request.stop)[:STOPS]
     knobs = request.sampling.knobs(self._model.config.vocab)
-    self._device.enter(row, logits, caches, source, request.seed, stop, knobs)
+    self._device.enter(row, logits, caches, of, request.seed, stop, knobs)
 
   def _read(self, step: Step, holders: list[Request]) -> None:
     """Gives a call's tokens to the requests that it was dispatched with."""
-    every, logprobs = self._device.fetch(step)
+    known: Exception | None = None
+    try:
+      every, logprobs = self._device.fetch(step)
+    except JaxRuntimeError as error:  # rows that it is not about have their tokens
+      known, (every, logprobs) = error, self._device.fetch(step._replace(error=None))
     for i, tokens in enumerate(every):
       for request in (x for x in holders if not x.over):
         token, place = int(tokens[request.row]), f"token {len(request.tokens) + 1} of the answer"
@@ -404,7 +407,7 @@ class Batcher:
           request.sound = None
         if token == UNSOUND:
           found = f"request {request.number}: found logits that are NaN or infinite"
-          self._end(request, "failed", FloatingPointError(f"{found} after {place}"))
+          self._end(request, "failed", known or FloatingPointError(f"{found} after {place}"))
         else:
           logprob = None if logprobs is None else float(logprobs[i, request.row])
           if (end := request.feed(token, logprob)) is not None:

@@ -1,10 +1,13 @@
 """Requests in a batch of fixed rows: each answer is its own, whatever stands beside it."""
 
+import contextlib
+import dataclasses
 import signal
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.checkify import JaxRuntimeError
 
 import kvjax
 from kvjax.models.decode import batcher as batching
@@ -17,7 +20,7 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.decode.step import Device
 from kvjax.models.decode.stopping import RowText
 from kvjax.models.io.tokenizer import Tokenizer
-from kvjax.testing.tiny import CONFIG, model
+from kvjax.testing.tiny import CONFIG, drawn, model
 from scripts.examples.tiny import byte_tokenizer
 from tests.tiny_tokenizers import FAMILIES
 
@@ -219,33 +222,60 @@ def test_one_reading_at_a_time_has_caches(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 4])
-def test_a_request_that_fails_hurts_no_other(monkeypatch, together):
-  """Nor one that it is read with."""
+@pytest.mark.parametrize(
+  ("together", "error"), [(1, MemoryError), (4, MemoryError), (4, JaxRuntimeError), (4, OSError)]
+)
+def test_a_request_that_fails_hurts_no_other(monkeypatch, together, error):
+  """Nor one that it is read with; an error of no request is raised, and all are read again."""
   asked = list(requests(5))
   want = [alone(METHODS["full"], given, together=together) for given in asked]
-  whole = batching.read_prompt
+  whole, came, answers = batching.read_prompt, [], {}
 
   def read_prompt(decoder, tokens, lengths, *rest, **how):
     def found(i):
       rows = zip(tokens, lengths, strict=True)
       return np.array([np.array_equal(row[:n], asked[i]["prompt"]) for row, n in rows])
 
-    if found(3).any():
-      raise MemoryError("found no room")
+    if found(3).any() and not (came and error is OSError):
+      came.append(error)
+      raise error("found no room")
     logits, caches = whole(decoder, tokens, lengths, *rest, **how)
     return logits + np.where(found(1), np.nan, 0)[:, None].astype(np.float32), caches
 
   monkeypatch.setattr(batching, "read_prompt", read_prompt)
   mine = batcher(together=together)
   numbers = [mine.submit(**given) for given in asked]
-  answers = {answer.request: answer for answer in mine}
+  with pytest.raises(OSError, match="no room") if error is OSError else contextlib.nullcontext():
+    answers |= {answer.request: answer for answer in mine}
+  answers |= {answer.request: answer for answer in mine}
   assert sorted(answers) == numbers
-  assert answers[1].end == answers[3].end == "failed" and "no room" in str(answers[3].error)
+  own = error is not OSError
+  assert answers[1].end == "failed" and ("no room" in str(answers[3].error)) == own
   said = "request 1: found logits that are NaN or infinite after its prompt"
   assert str(answers[1].error) == said
-  for number in (0, 2, 4):
+  for number in (0, 2, 4) if own else (0, 2, 3, 4):
     np.testing.assert_array_equal(answers[number].tokens, want[number].tokens)
+
+
+@pytest.mark.slow
+def test_a_model_that_checks_for_nan_says_whose_it_is():
+  """Of a prompt, and of a token of an answer; the other request has all of its tokens."""
+  decoder = drawn(dataclasses.replace(CONFIG, tie_embeddings=False), "reference")
+  decoder.embedding[...] = decoder.embedding[...].at[60].set(np.nan)
+  prompts, found = ([1, 2, 3], [1, 60, 3], [4, 5, 6]), []
+  for check in (False, True):
+    decoder.env = dataclasses.replace(decoder.env, check_nan=check)
+    mine = Batcher(decoder, FULL, rows=2, capacity=CAPACITY, together=2)
+    for prompt in prompts:
+      mine.submit(prompt, limit=40)
+    found.append(sorted(mine, key=lambda x: x.request))
+  for plain, told in zip(*found, strict=True):
+    np.testing.assert_array_equal(told.tokens, plain.tokens)
+  whole, *failed = found[1]
+  assert whole.error is None and len(whole.tokens) == 40
+  for answer, cached in zip(failed, (0, 3 + len(failed[1].tokens)), strict=True):
+    said = str(answer.error)
+    assert said.startswith("Full, layer 0: found NaN") and f"has cached {cached} tokens" in said
 
 
 def test_cancelled_requests():

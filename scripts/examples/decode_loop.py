@@ -27,7 +27,7 @@ def main(checkpoint: pathlib.Path | None = None, steps: int = 32) -> None:
   tokens, lengths = pad([tokenizer.encode("The longest river of the world is")], multiple=64)
   logits, caches = prefill(model, tokens, lengths, caches, method)
   graph, leaves = split(model)  # flat leaves are much cheaper to dispatch than a module
-  token, text = jnp.argmax(logits, -1), tokenizer.stream()
+  token, text = jnp.argmax(logits, -1), tokenizer.continuing().stream()
   for _ in range(steps):
     token.copy_to_host_async()
     made, (token, caches) = token, step(graph, method, leaves, caches, token)

@@ -206,16 +206,13 @@ class Batcher:
     """
     if not self.free:
       raise RuntimeError(f"insert: found {len(self._rows)} rows that are held, expected a free one")
-    checks.listed(caches)
-    checks.there(caches)
     check_alike(self._device.caches, caches)
     logits = checks.logits(logits, caches, self._model.config.vocab)
     row = checks.whole("row", row, 0, logits.shape[0])
     if not (seen := int(np.asarray(caches[0].seen)[row])):
       raise ValueError(f"row: found {row}, which holds no token, expected a prompt that was read")
-    how: dict[str, Any] = {"sampling": sampling, "tokenizer": tokenizer}
-    how |= {"on_text": on_text, "keep": keep}
-    request = self._request(seen, limit, seed, stop, stop_strings, **how)
+    how = seed, stop, stop_strings, sampling, tokenizer, on_text, keep
+    request = self._request(seen, limit, *how)
     self._enter(request, (logits, _sound(logits)), caches, row)
     return request.number
 
@@ -226,7 +223,6 @@ class Batcher:
     seed: int | None = None,
     stop: Sequence[int] = (),
     stop_strings: Sequence[str] = (),
-    *,
     sampling: Sampling | None = None,
     tokenizer: Tokenizer | None = None,
     on_text: Callable[[str], Any] | None = None,

@@ -107,7 +107,7 @@ def _saving(
   named = _named((logits, caches))
   if np.ndim(logits) != 2:
     raise ValueError(f"logits: found shape {np.shape(logits)}, expected [B, V], as prefill returns")
-  layouts = _layouts(caches)
+  layouts = [cache.layout.name for cache in caches]
   _check_layout("caches", named, layouts, method, spec, np.shape(logits)[-1])
   checks.laid_out(caches, method, spec)
   header = {**_identity(method, spec), "layouts": layouts}
@@ -368,15 +368,6 @@ def _named(tree: tuple[Any, Any]) -> dict[str, Any]:
   return {"logits": logits, **{f"layer{name}": x for name, x in items.named(caches).items()}}
 
 
-def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
-  return str(x.dtype), tuple(x.shape)
-
-
-def _layouts(caches: Caches) -> list[str]:
-  """Names of the layers' layouts."""
-  return [cache.layout.name for cache in caches]
-
-
 def _identity(method: Method, spec: CacheSpec) -> dict[str, Any]:
   """The same for numbers of Python and of NumPy, which are equal in methods and sizes."""
   sizes = {**dataclasses.asdict(spec), "dtype": jnp.dtype(spec.dtype).name}
@@ -418,13 +409,16 @@ def _check_layout(
   """
   logits = jax.ShapeDtypeStruct((spec.batch, vocab), jnp.float32)
   tree = logits, jax.eval_shape(lambda: method.init_caches(spec))
-  found, expected = ({n: _kind(x) for n, x in each.items()} for each in (arrays, _named(tree)))
+  found, expected = (
+    {name: (str(x.dtype), tuple(x.shape)) for name, x in each.items()}
+    for each in (arrays, _named(tree))
+  )
   for name in {**expected, **found}:
     if found.get(name) != expected.get(name):
       raise ValueError(
         f"{what}: {name}: found {found.get(name, 'nothing')}, "
         f"expected {expected.get(name, 'nothing')} as {method!r} lays it out"
       )
-  if layouts != (wanted := _layouts(tree[1])):
+  if layouts != (wanted := [cache.layout.name for cache in tree[1]]):
     raise ValueError(f"{what}: layouts: found {layouts}, expected {wanted} of {method!r}")
   return tree

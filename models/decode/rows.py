@@ -48,12 +48,10 @@ def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
     NotImplementedError: branches share a context.
   """
   chosen = _checked(live, rows)
-  checks.listed(new)
-  checks.there(new)
+  check_alike(live, new)
   batch = new[0].seen.shape[0]
   if len(chosen) != batch:
     raise ValueError(f"rows: found {len(chosen)}, expected {batch}, one for each row of new")
-  check_alike(live, new)
   return put(live, chosen, new, np.arange(batch, dtype=np.int32))
 
 
@@ -137,11 +135,9 @@ def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
 
 
 def check_alike(live: Caches, new: Caches) -> None:
-  """Compares two caches, which may differ in their rows.
-
-  Raises:
-    ValueError: they were laid out otherwise.
-  """
+  """Raises unless `new` are caches that were laid out as live ones, up to their rows."""
+  checks.listed(new)
+  checks.there(new)
   if len(live) != len(new):
     raise ValueError(f"new: found {len(new)} layers, expected {len(live)} as in live")
   for layer, (mine, other) in enumerate(zip(live, new, strict=True)):

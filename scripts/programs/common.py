@@ -419,24 +419,15 @@ def _text(data: bytes, what: str) -> str:
     ) from error
 
 
-def device_bytes(caches: Any) -> int:
-  """Bytes of all arrays that lie in their device's own memory (not offloaded to the host)."""
-  return sum(x.nbytes for x in _arrays(caches) if _on_device(x))
-
-
-def host_bytes(caches: Any) -> int:
-  """Bytes of all arrays that are offloaded to the host's memory."""
-  return sum(x.nbytes for x in _arrays(caches) if not _on_device(x))
-
-
-def _arrays(caches: Any) -> list[Any]:
+def bytes_of(caches: Any) -> tuple[int, int]:
+  """Bytes of all arrays in their device's own memory, and of those offloaded to the host."""
   import jax
 
-  return jax.tree.leaves(caches)
-
-
-def _on_device(x: Any) -> bool:
-  return all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
+  sizes = [0, 0]
+  for x in jax.tree.leaves(caches):
+    own = all(x.sharding.memory_kind == d.default_memory().kind for d in x.devices())
+    sizes[not own] += x.nbytes
+  return sizes[0], sizes[1]
 
 
 def written_aside(path: pathlib.Path) -> AbstractContextManager[pathlib.Path]:

@@ -222,7 +222,7 @@ class Contest:
       self.forced = np.asarray([follow[: ANSWER_TOKENS + CONTINUATION_TOKENS]], np.int32)
     steps = self.forced.shape[1]
     with console.step(f"{name}: following {steps} given tokens", fleeting=True):
-      used = common.device_bytes(caches)
+      used = common.bytes_of(caches)[0]
       generation, following = self._decode(method, logits, caches, self.forced)
       # The first logits are the prompt's; each later row shows the cache at work.
       mine = jnp.concatenate([generation.logits[0, 1:], generation.last])

@@ -109,12 +109,8 @@ def answers(
   Args:
     prompts: by line.
     encode: a prompt's token ids; raises ValueError for one that fails.
-    rows: prompts that are answered side by side.
-    steps: tokens of an answer at most.
-    sampling: temperature and filters of all.
+    rows, steps, sampling, stop, chunk: as `kvjax generate` takes them.
     seed: of the first prompt's draws; the next one's are `seed` + 1.
-    stop: strings that end an answer.
-    chunk: tokens of a prompt that are read at a time; None: all at once.
 
   Yields:
     Objects of "index", the prompt's number, "text", "tokens", their number, "end", the reason, and

@@ -112,8 +112,8 @@ class Bench:
       token = jax.block_until_ready(jnp.argmax(logits, -1).astype(jnp.int32))
     row: dict[str, Any] = {
       "prefill_s": round(clock.running, 4),
-      "cache_bytes": common.device_bytes(caches),
-      "host_bytes": common.host_bytes(caches),
+      "cache_bytes": common.bytes_of(caches)[0],
+      "host_bytes": common.bytes_of(caches)[1],
       "read_bytes": moved.device,
       "expected_us": round(expected * 1e6, 1),
       **self._compared(method, token, caches),

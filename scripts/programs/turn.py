@@ -59,7 +59,7 @@ class Turn:
     return {
       "prompt_tokens": self.read,
       "seconds": {**seconds, "compile": self._compiling},
-      "cache_bytes": {"used": used, "allocated": allocated, "host": common.host_bytes(caches)},
+      "cache_bytes": {"used": used, "allocated": allocated, "host": common.bytes_of(caches)[1]},
     }
 
   @property

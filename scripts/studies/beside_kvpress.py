@@ -232,7 +232,7 @@ def rows_of(
   with console.step("kvjax answers"):
     for cell, mine in caches.items():
       positions = both.positions(mine)
-      held = common.device_bytes(mine)
+      held = common.bytes_of(mine)[0]
       answer, cached = ours.answer(cell, logits, mine, args.steps)
       rows[cell] |= {
         **kept.overlap(positions, left[cell].positions),

@@ -369,8 +369,8 @@ def _divergence(
 
 def _bytes(caches: Caches, rows: int) -> dict[str, int]:
   """A row's bytes, on the device and the host."""
-  sizes = common.device_bytes(caches), common.host_bytes(caches)
-  return dict(zip(("cache_bytes", "host_bytes"), (size // rows for size in sizes), strict=True))
+  device, host = common.bytes_of(caches)
+  return {"cache_bytes": device // rows, "host_bytes": host // rows}
 
 
 def _padded(texts: Sequence[list[int]], rows: int, size: int) -> tuple[np.ndarray, np.ndarray]:

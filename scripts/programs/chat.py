@@ -34,7 +34,7 @@ from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
 from kvjax.models.nn.transformer import Caches, Transformer
 from kvjax.programs import common, console, methods, turn
-from kvjax.runtime import memory
+from kvjax.runtime import arguments, memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,8 @@ def _edited() -> None:
 
 
 def main(args: Args) -> None:
-  common.check_numbers(args, budget=1, length=1, steps=1, seed=0)
+  common.check_numbers(args, budget=1, length=1, steps=1)
+  arguments.integer("--seed", args.seed, 0, 2**32)
   labels.instance(args.method, args.budget, "--method")  # these three before the model is loaded
   common.template_arguments(args.template_args)
   Sampling(args.temperature, top_p=args.top_p)

@@ -30,6 +30,7 @@ import tyro
 
 from kvjax.families.method import Method
 from kvjax.methods import labels
+from kvjax.models.decode import checks
 from kvjax.models.decode.generate import compile_ahead, generate
 from kvjax.models.decode.sampling import Sampling
 from kvjax.models.io.tokenizer import Tokenizer
@@ -181,7 +182,9 @@ def answer(
 
 
 def main(args: Args) -> int | None:
-  common.check_numbers(args, budget=1, steps=1, seed=0, prefill_chunk=1, rows=1)
+  common.check_numbers(args, budget=1, steps=1, prefill_chunk=1, rows=1)
+  arguments.integer("--seed", args.seed, 0, 2**32)
+  checks.stop_strings(args.stop, "--stop")
   if (args.prompt is None) == (args.file is None):
     found = "neither" if args.file is None else "both"
     raise ValueError(f"PROMPT, --file: found {found}, expected one of them")

@@ -110,7 +110,7 @@ def answers(
     prompts: by line.
     encode: a prompt's token ids; raises ValueError for one that fails.
     rows, steps, sampling, stop, chunk: as `kvjax generate` takes them.
-    seed: of the first prompt's draws; the next one's are `seed` + 1.
+    seed: of the first prompt's draws; the next one's are `seed` + 1, modulo 2³¹.
 
   Yields:
     Objects of "index", the prompt's number, "text", "tokens", their number, "end", the reason, and
@@ -142,7 +142,7 @@ def answers(
   )
   index = {}
   for i, ids in encoded.items():
-    how = {"limit": steps, "seed": seed + i, "stop": tokenizer.ends, "stop_strings": stop}
+    how = {"limit": steps, "seed": (seed + i) % 2**31, "stop": tokenizer.ends, "stop_strings": stop}
     try:
       index[batcher.submit(ids, **how)] = i
     except ValueError as error:

@@ -236,7 +236,12 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
     (demo.Args(depth=1.5), "--depth: found 1.5, expected a number from 0 to 1"),
     (generate.Args("Who?", budget=0), "--budget: found 0, expected at least 1"),
     (generate.Args("Who?", steps=-3), "--steps: found -3, expected at least 1"),
-    (generate.Args("Who?", seed=-1), "--seed: found -1, expected at least 0"),
+    (generate.Args("Who?", seed=-1), "--seed: found -1, expected an integer in [0, 4294967296)"),
+    (chat.Args(seed=2**32), "--seed: found 4294967296, expected an integer in [0, 4294967296)"),
+    (
+      generate.Args("Who?", stop=("x", "")),
+      "--stop: found ['x', ''], expected a list of non-empty strings",
+    ),
     (generate.Args("Who?", prefill_chunk=0), "--prefill-chunk: found 0, expected at least 1"),
     (evaluate.Args(samples=0), "--samples: found 0, expected at least 1"),
     (evaluate.Args(tasks=()), "--tasks: found none, expected at least one"),

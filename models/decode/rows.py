@@ -49,8 +49,7 @@ def insert(live: Caches, rows: ArrayLike, new: Caches) -> Caches:
   """
   chosen = _checked(live, rows)
   check_alike(live, new)
-  batch = new[0].seen.shape[0]
-  if len(chosen) != batch:
+  if len(chosen) != (batch := new[0].seen.shape[0]):
     raise ValueError(f"rows: found {len(chosen)}, expected {batch}, one for each row of new")
   return put(live, chosen, new, np.arange(batch, dtype=np.int32))
 
@@ -135,7 +134,11 @@ def _checked(live: Any, rows: Any) -> Int[np.ndarray, " n"]:
 
 
 def check_alike(live: Caches, new: Caches) -> None:
-  """Raises unless `new` are caches that were laid out as live ones, up to their rows."""
+  """Compares two caches, which may differ in their rows.
+
+  Raises:
+    TypeError, ValueError: `new` are none, or were donated before, or laid out otherwise.
+  """
   checks.listed(new)
   checks.there(new)
   if len(live) != len(new):

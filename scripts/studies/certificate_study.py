@@ -358,7 +358,8 @@ def main(args: Args) -> None:
     raise ValueError(
       f"--length: found {args.length}, expected more than twice the queries, {2 * args.queries}"
     )
-  sheets.check_starts(args.starts)
+  for start in args.starts:
+    sheets.words(start, 0)  # or there is none
   model, tokenizer = common.load_model(args.checkpoint)
   texts = []
   for start in args.starts:

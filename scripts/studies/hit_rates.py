@@ -133,14 +133,14 @@ def main(args: Args) -> None:
     )
   if args.out.suffix != ".json":
     raise ValueError(f"out: found {args.out}, expected a name that ends in .json")
-  sheets.check_starts(args.starts)
+  count = args.length + args.steps
+  texts = {start: sheets.words(start, count) for start in args.starts}
   model, tokenizer = common.load_model(args.checkpoint)
   sheets.check_layers(args.layers, model.config.layers)
   found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-  count = args.length + args.steps
   for done, start in enumerate(args.starts, 1):
     with console.step(f"{start}: {count:,} tokens"):
-      ids = sheets.tokens(tokenizer, sheets.words(start, count), count)
+      ids = sheets.tokens(tokenizer, texts[start], count)
       layers = activations(model, ids, args.layers)
     for base, settings in methods(args).items():
       for setting, method in settings.items():

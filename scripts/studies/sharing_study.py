@@ -218,7 +218,8 @@ def _visited(points: dict[str, dict[str, Any]]) -> str:
 
 def main(args: Args) -> None:
   common.check_numbers(args, length=1, steps=1, budget=1)
-  sheets.check_starts(args.starts)
+  count = args.length + args.steps
+  words = {start: sheets.words(start, count) for start in args.starts}
   model, tokenizer = common.load_model(args.checkpoint)
   sizes = {name: getattr(args, name) for name in ("length", "steps", "budget")}
   about = sheets.about(args.checkpoint) | {"cut on": FITTING.about}
@@ -230,10 +231,9 @@ def main(args: Args) -> None:
     sheets.refuse_other(path, {name: held.get(name) for name in facts}, facts)
   texts: dict[str, Found] = held.get("texts", {})
   cut: dict[str, dict[str, int]] = held.get("retrieved_tokens", {})
-  count = args.length + args.steps
 
-  def measured(words: str) -> Found:
-    return text(model, args, sheets.tokens(tokenizer, words, count), cut)
+  def measured(of: str) -> Found:
+    return text(model, args, sheets.tokens(tokenizer, of, count), cut)
 
   def keep() -> None:
     sheets.write(path, {**facts, "retrieved_tokens": cut, "texts": texts})
@@ -245,7 +245,7 @@ def main(args: Args) -> None:
   for start in args.starts:
     if start not in texts:
       print(f"{start}, {count:,} tokens")
-      texts[start] = measured(sheets.words(start, count))
+      texts[start] = measured(words[start])
       keep()
   found = summary(list(texts.values()))
   n = (

@@ -26,12 +26,6 @@ def words(start: str, count: int, option: str = "--starts") -> str:
   return " ".join(haystack.words_from(start, count, option=option))
 
 
-def check_starts(starts: Sequence[str]) -> None:
-  """Raises ValueError where --starts names no speech."""
-  for start in starts:
-    words(start, 0)
-
-
 def tables(found: dict[Any, Any], title: str = "") -> Iterator[str]:
   """Tables of nested figures as text, one of the rows that stand together: {row: {column: …}}."""
   rows = {name: x for name, x in found.items() if isinstance(x, dict)}

@@ -336,13 +336,9 @@ def test_what_comes_between_costs_no_token(monkeypatch):
     list(mine)
   other, enter, caches = batcher(), Device.enter, FULL.init_caches(model().spec(1, CAPACITY))
   given = prefill(model(), [asked["prompt"]], [3], caches, FULL)
-
-  def entered(self, *given):
-    signal.raise_signal(signal.SIGINT)
-    enter(self, *given)
-
+  struck = lambda *given: (signal.raise_signal(signal.SIGINT), enter(*given))  # noqa: E731
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(Device, "enter", entered)
+    patch.setattr(Device, "enter", struck)
     other.insert(*given, limit=12, seed=4)
   signal.signal(signal.SIGINT, before)
   answers = [next(iter(mine)), *mine, *other]

@@ -64,8 +64,7 @@ def test_what_greedy_decoding_says_is_greedy(loaded):
   ids = loaded[1].encode(TEXTS[0], bos=False)
   first = int(plain.logits(loaded[0], [ids])[0, -1].argmax())
   pairs = [(None, ids, [token]) for token in (first, (first + 1) % 256)]
-  nothing = None, (2 * ids)[:33], []  # after a context that its slots are exactly enough for
-  found = adapter(loaded)._loglikelihood_tokens([*pairs, nothing])
+  found = adapter(loaded)._loglikelihood_tokens([*pairs, (None, (2 * ids)[:33], [])])
   assert [greedy for _, greedy in found] == [True, False, True] and found[2][0] == 0
 
 

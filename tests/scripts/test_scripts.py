@@ -245,7 +245,6 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
     (generate.Args("Who?", prefill_chunk=0), "--prefill-chunk: found 0, expected at least 1"),
     (evaluate.Args(samples=0), "--samples: found 0, expected at least 1"),
     (evaluate.Args(tasks=()), "--tasks: found none, expected at least one"),
-    (evaluate.Args(modes=()), "--modes: found none, expected at least one"),
     (evaluate.Args(memory=-1.0), "--memory: found -1.0, expected a number above 0"),
     (evaluate.Args(lengths=(64, 0)), "--lengths: found 0, expected at least 1"),
     (

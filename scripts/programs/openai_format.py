@@ -154,9 +154,8 @@ def whole(fields: Completion | Chat, choice: Choice, tokenizer: Tokenizer) -> di
     return {**ended, "message": {"role": "assistant", "content": text}}
   tokens, logprobs = choice.answer.tokens.tolist(), choice.answer.logprobs.tolist()
   scores = [*choice.scores, *zip(tokens, logprobs, tokens, logprobs, strict=True)]
-  first = choice.how["tokenizer"]
+  first = tokenizer if fields.echo else choice.how["tokenizer"]
   if fields.echo:
-    first = tokenizer
     text = tokenizer.decode(choice.prompt) + text
     unknown = choice.prompt[: choice.cut]
     scores = [*((token, None, None, None) for token in unknown), *scores]

@@ -1,7 +1,7 @@
 """Requests in a batch of fixed rows: each answer is its own, whatever stands beside it."""
 
-import contextlib
 import dataclasses
+import re
 import signal
 
 import jax
@@ -229,7 +229,7 @@ def test_a_request_that_fails_hurts_no_other(monkeypatch, together, error):
   """Nor one that it is read with; an error of no request is raised, and all are read again."""
   asked = list(requests(5))
   want = [alone(METHODS["full"], given, together=together) for given in asked]
-  whole, came, answers = batching.read_prompt, [], {}
+  whole, came = batching.read_prompt, []
 
   def read_prompt(decoder, tokens, lengths, *rest, **how):
     def found(i):
@@ -245,9 +245,10 @@ def test_a_request_that_fails_hurts_no_other(monkeypatch, together, error):
   monkeypatch.setattr(batching, "read_prompt", read_prompt)
   mine = batcher(together=together)
   numbers = [mine.submit(**given) for given in asked]
-  with pytest.raises(OSError, match="no room") if error is OSError else contextlib.nullcontext():
-    answers |= {answer.request: answer for answer in mine}
-  answers |= {answer.request: answer for answer in mine}
+  if error is OSError:
+    with pytest.raises(OSError, match="no room"):
+      mine.step()
+  answers = {answer.request: answer for answer in mine}
   assert sorted(answers) == numbers
   own = error is not OSError
   assert answers[1].end == "failed" and ("no room" in str(answers[3].error)) == own
@@ -262,20 +263,14 @@ def test_a_model_that_checks_for_nan_says_whose_it_is():
   """Of a prompt, and of a token of an answer; the other request has all of its tokens."""
   decoder = drawn(dataclasses.replace(CONFIG, tie_embeddings=False), "reference")
   decoder.embedding[...] = decoder.embedding[...].at[60].set(np.nan)
-  prompts, found = ([1, 2, 3], [1, 60, 3], [4, 5, 6]), []
-  for check in (False, True):
-    decoder.env = dataclasses.replace(decoder.env, check_nan=check)
-    mine = Batcher(decoder, FULL, rows=2, capacity=CAPACITY, together=2)
-    for prompt in prompts:
-      mine.submit(prompt, limit=40)
-    found.append(sorted(mine, key=lambda x: x.request))
-  for plain, told in zip(*found, strict=True):
-    np.testing.assert_array_equal(told.tokens, plain.tokens)
-  whole, *failed = found[1]
+  decoder.env = dataclasses.replace(decoder.env, check_nan=True)
+  mine = Batcher(decoder, FULL, rows=2, capacity=CAPACITY, together=2)
+  for prompt in ([1, 2, 3], [1, 60, 3], [4, 5, 6]):
+    mine.submit(prompt, limit=40)
+  whole, *failed = sorted(mine, key=lambda x: x.request)
   assert whole.error is None and len(whole.tokens) == 40
   for answer, cached in zip(failed, (0, 3 + len(failed[1].tokens)), strict=True):
-    said = str(answer.error)
-    assert said.startswith("Full, layer 0: found NaN") and f"has cached {cached} tokens" in said
+    assert re.match(rf"Full, layer 0: .* NaN .* cached {cached} tokens", str(answer.error))
 
 
 def test_cancelled_requests():
@@ -336,7 +331,11 @@ def test_what_comes_between_costs_no_token(monkeypatch):
     list(mine)
   other, enter, caches = batcher(), Device.enter, FULL.init_caches(model().spec(1, CAPACITY))
   given = prefill(model(), [asked["prompt"]], [3], caches, FULL)
-  struck = lambda *given: (signal.raise_signal(signal.SIGINT), enter(*given))  # noqa: E731
+
+  def struck(*given):
+    signal.raise_signal(signal.SIGINT)
+    enter(*given)
+
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
     patch.setattr(Device, "enter", struck)
     other.insert(*given, limit=12, seed=4)

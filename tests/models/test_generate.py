@@ -475,6 +475,7 @@ VALUES = [
   ({"forced": [[1], [1, 2]]}, "forced: found rows of unlike lengths"),
   ({"steps": 42}, r"steps = 42 after 23 cached tokens \(row 0\) needs 65 slots.*capacity of 64"),
   ({"logits": LOGITS.astype(str)}, "^logits: found "),
+  ({"logits": LOGITS.astype(object)}, "^logits: found "),
 ]
 # Nothing is truncated.
 KINDS = [
@@ -483,7 +484,10 @@ KINDS = [
   ({"steps": "4"}, "steps: found '4', expected an integer"),
   ({"chunk": 2.0}, "chunk: found 2.0"),
   ({"seed": 1.5}, "seed: found 1.5"),
+  ({"seed": None}, "seed: found None"),
   ({"stop": [25.5]}, "stop: found 25.5"),
+  ({"stop": [True]}, "stop: found True"),
+  ({"stop": ["a"]}, "stop: found 'a'"),
   ({"stop": 3}, "stop: found 3, expected a list of token ids"),
   ({"stop": "ab"}, "stop: found 'ab', expected a list of token ids"),
   ({"stop": None}, "stop: found None, expected a list of token ids"),

@@ -31,6 +31,15 @@ def test_worked_example(tokenizer):
   assert pieces(tokenizer, "t t") == ["t", "Ġt"]
 
 
+def test_special_tokens_are_recognised_and_skipped(tokenizer):
+  ids = tokenizer.encode("<|im_start|>hello<|im_end|>")
+  assert [TOKENS[i] for i in ids] == ["<|im_start|>", "hello", "<|im_end|>"]
+  assert tokenizer.decode(ids) == "hello"
+  assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>hello<|im_end|>"
+  assert tokenizer.is_special(tokenizer.eos)
+  assert not tokenizer.is_special(ids[1])
+
+
 def test_bos(tokenizer):
   assert tokenizer.encode("hello", bos=True) == [tokenizer.bos, *tokenizer.encode("hello")]
   begins = Tokenizer.from_gguf({**metadata(), "tokenizer.ggml.add_bos_token": True})

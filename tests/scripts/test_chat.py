@@ -248,9 +248,10 @@ def test_the_last_part_of_an_answer_is_what_it_says(tmp_path):
 
 
 @pytest.mark.parametrize("given", ["{", "[]", "no", '{"messages": []}'])
-def test_template_arguments_that_are_none(given):
+def test_template_arguments_that_are_none(given, monkeypatch):
+  monkeypatch.setattr(common, "load_model", None)  # which comes later
   with pytest.raises(ValueError, match=r"--template-args: found .*expected a JSON object"):
-    common.template_arguments(given)
+    chat.main(dataclasses.replace(ARGS, template_args=given))
 
 
 class Typed:

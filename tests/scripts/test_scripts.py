@@ -35,10 +35,9 @@ from scripts.studies import certificate_study, hit_rates, needle_recall, record,
 from tests.processes import ROOT
 
 LENGTH, BUDGET = 400, 64
-STARTS = "1862-Lincoln-1", "1862-Lincoln"
-SPEECH = (
-  "--starts: found '1862-Lincoln', expected a name such as '1790-Washington-1' (did you mean "
-  "'1862-Lincoln-1'?)"
+SPEECH = "1862-Lincoln"
+NO_SPEECH = (
+  f"found {SPEECH!r}, expected a name such as '1790-Washington-1' (did you mean '{SPEECH}-1'?)"
 )
 
 
@@ -260,16 +259,11 @@ def test_record_refuses_bad_input(loaded, tmp_path, monkeypatch):
       chat.Args(temperature=-1.0),
       "Sampling.temperature: found -1.0, expected a finite number of at least 0",
     ),
-    (
-      chat.Args(template_args="3"),
-      "--template-args: found '3', expected a JSON object of further arguments of the chat "
-      'template, such as {"enable_thinking": false}',
-    ),
     *(
-      (study.Args(ROOT / "x.json", starts=STARTS), SPEECH)
+      (study.Args(ROOT / "x.json", starts=(f"{SPEECH}-1", SPEECH)), f"--starts: {NO_SPEECH}")
       for study in (certificate_study, hit_rates, sharing_study)
     ),
-    (record.Args(ROOT / "x.npz", start="1862-Lincoln"), SPEECH.replace("starts", "start")),
+    (record.Args(ROOT / "x.npz", start=SPEECH), f"--start: {NO_SPEECH}"),
     (sharing_study.Args(ROOT, steps=0), "--steps: found 0, expected at least 1"),
     (retrieval_heads.Args(ROOT, length=0), "--length: found 0, expected at least 1"),
     (

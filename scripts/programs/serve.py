@@ -16,6 +16,7 @@ are read as a prompt, and each later token is predicted from the cache that the 
 import dataclasses
 import functools
 import json
+import socket
 import sys
 import time
 import uuid
@@ -242,9 +243,26 @@ def server(args: Args) -> tuple[uvicorn.Server, Engine]:
   return made, service.engine
 
 
+def check_address(host: str, port: int) -> None:
+  """Raises OSError where nothing can listen; a model is long in loading."""
+  try:
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+  except OSError as error:
+    raise OSError(f"--host: found {host!r} ({error.strerror}), expected an address") from None
+  for family, kind, protocol, _, address in places:
+    with socket.socket(family, kind, protocol) as probe:
+      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
+      try:
+        probe.bind(address)
+      except OSError as error:
+        found = f"--port: found {port} of {host} ({error.strerror})"
+        raise OSError(f"{found}, expected one that is free") from None
+
+
 def main(args: Args) -> None:
   common.check_numbers(args, budget=1, rows=1, capacity=2, queue=0, max_body=1, context_tokens=1)
   common.check_numbers(args, prefill_chunk=1, port=1, together=1)
+  check_address(args.host, args.port)
   runs, engine = server(args)
   print(f"answering under {args.method}", file=sys.stderr)
   try:

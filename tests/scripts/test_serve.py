@@ -243,9 +243,19 @@ def test_tokens_of_a_stream_are_told_at_its_end(served):
 def test_options_are_refused_before_the_model_is_loaded(monkeypatch):
   monkeypatch.setattr(common, "load_model", None)
   with pytest.raises(NotImplementedError, match="chunk: found 8, expected None for KIVI"):
-    serve.main(serve.Args(method="kivi", prefill_chunk=8))
+    serve.Service(serve.Args(method="kivi", prefill_chunk=8))
   with pytest.raises(ValueError, match="--template-args: found '3'"):
-    serve.main(serve.Args(template_args="3"))
+    serve.Service(serve.Args(template_args="3"))
+  taken, busy = socket.create_server(("127.0.0.1", 0)), r"--port: found \d+ of 127\.0\.0\.1 "
+  with taken, pytest.raises(OSError, match=rf"{busy}\(.*in use\), expected one that is free"):
+    serve.main(serve.Args(port=taken.getsockname()[1]))
+
+  def unknown(*args, **how):
+    raise socket.gaierror(socket.EAI_NONAME, "not known")
+
+  monkeypatch.setattr(socket, "getaddrinfo", unknown)
+  with pytest.raises(OSError, match=r"--host: found 'x' \(not known\), expected an address"):
+    serve.main(serve.Args(host="x"))
 
 
 def posted(served, body, headers=None, path="/v1/completions"):

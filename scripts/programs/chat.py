@@ -183,7 +183,8 @@ class Conversation:
         answer = None if live is None else live.answer
         self._live = Live(taken.stream.caches, answer, ids[:count])
         return f"stopped after {count:,} of {len(ids):,} tokens: ask the same to read on from there"
-      self._keep(asked, "".join(shown))
+      if shown:  # else the message waits to be asked
+        self._keep(asked, "".join(shown))
       return "stopped: the conversation is read again with the next message"
     self._keep(asked, spoken(self._tokenizer, generation.tokens[0], "".join(shown)))
     self._live = Live(caches, generation.tokens[0])

@@ -120,14 +120,17 @@ def test_a_context_that_is_outgrown_is_said_before_anything_is_read(loaded, monk
 
 
 def test_a_conversation_ends_where_the_caches_do(talk, tmp_path, monkeypatch):
-  """A file waits for a message that fits, and that the device has memory for."""
+  """A file waits for a message that fits, that there is memory for, and that is not stopped."""
   (tmp_path / "notes.txt").write_text("Notes.", "utf-8")
   chat.obey(talk, f"/file {tmp_path}/notes.txt")
   with pytest.raises(ValueError, match="room for 256 of --length 256: /clear begins a new one"):
     talk.ask("word " * 60)
-  with monkeypatch.context() as patch, pytest.raises(MemoryError):
+  with monkeypatch.context() as patch:
     patch.setattr(turn, "prefill", lambda *_: (_ for _ in ()).throw(MemoryError))
-    talk.ask("Who?")
+    with pytest.raises(MemoryError):
+      talk.ask("Who?")
+    patch.setattr(turn, "prefill", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert talk.ask("Who?").startswith("stopped")
   assert talk.messages == []
   talk.ask("Who?")
   assert talk.messages[0]["content"] == "Notes.\n\nWho?"

@@ -100,6 +100,9 @@ class Pipeline:
     one = not listed or isinstance(next(iter(prompt), None), Mapping)
     ids = [self._ids(each, raw) for each in ([prompt] if one else prompt)]
     steps, stop = checks.whole("steps", steps, 1), checks.stop_strings(stop, "stop")
+    seed = checks.whole("seed", seed, 0, 2**32)
+    checks.kind("sampling", sampling, Sampling)
+    checks.callbacks(on_text=on_text)
     if not ids:
       raise ValueError("prompt: found no prompt, expected a text, messages, or a list of them")
     tokens, lengths = pad(ids)

@@ -3,6 +3,7 @@
 import pytest
 
 import kvjax
+from kvjax.models.decode import pipeline
 from kvjax.models.decode.generate import generate, pad, prefill
 from kvjax.models.decode.pipeline import Pipeline
 from kvjax.models.decode.sampling import Sampling
@@ -60,7 +61,7 @@ def test_models_and_methods_are_named(tmp_path, monkeypatch):
   assert kvjax.pipeline().method == kvjax.Full()
 
 
-def test_what_is_no_prompt_is_refused(ask, untyped):
+def test_what_is_no_prompt_is_refused(ask, untyped, monkeypatch):
   for given, error, message in (
     ("  ", ValueError, "prompt: found '  ', expected a text"),
     ([], ValueError, "prompt: found no prompt"),
@@ -74,10 +75,16 @@ def test_what_is_no_prompt_is_refused(ask, untyped):
   ):
     with pytest.raises(error, match=message):
       ask(given)
-  with pytest.raises(ValueError, match="steps: found -100, expected at least 1"):
-    ask(QUESTION, steps=-100)
-  with pytest.raises(ValueError, match="stop: found 'x', expected a list of non-empty strings"):
-    ask(QUESTION, stop="x")
+  monkeypatch.setattr(pipeline, "prefill", None)  # which comes later
+  for how, message in (
+    ({"steps": -100}, "steps: found -100, expected at least 1"),
+    ({"stop": "x"}, "stop: found 'x', expected a list of non-empty strings"),
+    ({"seed": -1}, "seed: found -1, expected an integer in"),
+    ({"sampling": 0.7}, "sampling: found 0.7, expected a Sampling"),
+    ({"on_text": 3}, "on_text: found 3, expected a function"),
+  ):
+    with pytest.raises((ValueError, TypeError), match=message):
+      ask(QUESTION, **how)
   with pytest.raises(TypeError, match=r"expected a text \(raw\), or messages"):
     ask([{"role": "user", "content": "x"}], raw=True)
   with pytest.raises(ValueError, match=r"method: found 'snapkw', .*did you mean 'snapkv'"):

@@ -108,7 +108,7 @@ def flattened(messages: Sequence[Mapping[str, Any]], chat: Chat) -> list[dict[st
   for message in messages:
     if not isinstance(message, Mapping):
       raise ValueError(f"messages: found {type(message).__name__}, expected dicts")
-    # Clients send null for what a message has not; templates ask whether "tool_calls" is there.
+    # Clients send null for what a message lacks; templates ask whether "tool_calls" is there.
     message = {key: x for key, x in message.items() if x is not None or key == "content"}
     if "role" not in message or not {"content", "tool_calls"} & set(message):
       raise ValueError(

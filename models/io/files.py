@@ -190,7 +190,7 @@ def numbered(number: int | None, message: str) -> OSError:
 
 
 def total(path: pathlib.Path) -> int:
-  """A number that tells the bytes of a file, or of a folder's files, from damaged ones."""
+  """A sum over the bytes of a file, or of a folder's files, which damage changes."""
   held, piece = 0, np.empty(_END // 8, np.uint64)
   for part in sorted(x for x in path.rglob("*") if x.is_file()) if path.is_dir() else [path]:
     with part.open("rb") as file:

@@ -135,7 +135,7 @@ def folders() -> tuple[pathlib.Path, ...]:
 
 @functools.cache
 def tables(name: str, stem: str, read: Callable[[Any], Any]) -> tuple[Any, ...]:
-  """What `read` makes of the files `<stem>.json` of a device; none where nothing was measured.
+  """Results of `read` on the files `<stem>.json` of a device; none where nothing was measured.
 
   The user's are first.
 

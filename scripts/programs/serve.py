@@ -244,7 +244,7 @@ def server(args: Args) -> tuple[uvicorn.Server, Engine]:
 
 
 def check_address(host: str, port: int) -> None:
-  """Raises OSError where nothing can listen; a model is long in loading."""
+  """Raises OSError where nothing can listen: asked before a model is loaded."""
   try:
     places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
   except OSError as error:

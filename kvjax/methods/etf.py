@@ -70,7 +70,7 @@ class ETF(Wrapper):
     """The first tokens and, in one piece, the end of the prompt."""
     share = at.of_layer(lambda layer: self._share(layer, at.env.layers))
     # A longer prompt computes no fewer tokens than a shorter one: the padded chunk bounds them.
-    longest = (share * tokens) >> depth.BITS
+    longest = (share * tokens) >> depth.BITS  # E_ℓ(tokens)
     if longest <= self.sinks:
       return None
     count = tokens - (longest - self.sinks)

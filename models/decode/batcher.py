@@ -365,7 +365,7 @@ class Batcher:
   def _failed(self, requests: list[Request], error: BaseException) -> None:
     """Ends a request whose reading failed; several are read again, each alone.
 
-    All are where the error is none of theirs, which is raised.
+    An error that is no request's is raised, and all of them are read again.
     """
     if (own := isinstance(error, FAULTS)) and len(requests) == 1:
       self._end(requests[0], "failed", error)

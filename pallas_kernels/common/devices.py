@@ -164,8 +164,9 @@ def _recorded(name: str) -> Device | None:
 
 def _facts(held: Any) -> dict[str, Any]:
   """The facts in a record's file."""
-  names = ("cores", "shared", *(x for x in ("read", "link", "memory") if x in held))
-  facts = {x: held[x] for x in names}
+  facts = {"cores": held["cores"], "shared": held["shared"]}  # the others have defaults
+  own = {x.name for x in dataclasses.fields(Device)} - {"name", "source"}
+  facts |= {name: held[name] for name in own if name in held}
   if wrong := {x: fact for x, fact in facts.items() if not 0 < fact < math.inf}:
     raise ValueError(f"{wrong}, expected numbers above 0")
   return facts

@@ -157,7 +157,7 @@ def test_bad_operands():
 
 
 def stand_in(query, key, value, *, q_seqlen, kv_seqlen, scale, mask_type, qkv_layout, **_):
-  """What cuDNN computes, by XLA; nonsense where it computes nonsense."""
+  """Attention as cuDNN computes it, by XLA; nonsense where it computes nonsense."""
   assert qkv_layout == "BNTH" and mask_type == cudnn.MaskType.PADDING_CAUSAL
   key, value = (jnp.repeat(x, query.shape[1] // key.shape[1], 1) for x in (key, value))
   x = jnp.einsum("bnth,bnsh->bnts", query, key, preferred_element_type=jnp.float32) * scale

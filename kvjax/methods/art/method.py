@@ -181,7 +181,7 @@ class ART(Wrapper):
     own = {} if self.certify is None else self._pages.summaries(spec)
     if self.by_mass is not None:
       tiles = (-(-spec.capacity // self.tile),)
-      moved = Leaf("heads", tiles, jnp.int32, along_slots=True)
+      moved = Leaf("heads", tiles, jnp.int32, along_slots=True)  # distances to what is there
       own = {"mass": Leaf("heads", tiles, along_slots=True)} if self._weighs else {"moved": moved}
     if self.margin is not None:
       own["walk"] = Leaf("heads", dtype=jnp.int32)  # tiles of the next one's first read; 0: all
@@ -210,7 +210,7 @@ class ART(Wrapper):
     walked = kernel.walks(at, cache, order, last[:, :, :, 0], 1, self._stop).noted(Walked)
     assert walked is not None and order.plan.count is not None
     taken = walked.tiles[:, :, 0]
-    length = jnp.where(taken < order.plan.count, taken + margin, 0)
+    length = jnp.where(taken < order.plan.count, taken + margin, 0)  # L after a walk by itself
     return cache.put(heads={"walk": jnp.where(pos >= 0, length, cache.heads["walk"])})
 
   def attend(self, at: At, cache: Cache, plan: Plan, q: Float[Array, "B K G H"]) -> Attended:
